@@ -1,0 +1,1 @@
+"""From conversations to feature shards and batches; knows nothing of draft heads."""

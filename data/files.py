@@ -1,0 +1,77 @@
+"""Files that appear whole or not at all."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, and rename it to `path` if the block succeeds."""
+    tmp = path.with_name(f"{path.name}.tmp")
+    try:
+        yield tmp
+        with tmp.open("rb") as f:
+            os.fsync(f.fileno())
+        tmp.replace(path)
+        _fsync_folder(path.parent)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder, and rename it to `path` if the block succeeds.
+
+    A folder that already lies at `path` is replaced.
+    """
+    tmp = path.with_name(f"{path.name}.tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    try:
+        yield tmp
+        for file in tmp.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as f:
+                    os.fsync(f.fileno())
+        shutil.rmtree(path, ignore_errors=True)
+        tmp.replace(path)
+        _fsync_folder(path.parent)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON by rename."""
+    with atomic_write(path) as tmp:
+        tmp.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path, *, made_by: str) -> Any:
+    """Read a JSON file. Raises FileNotFoundError or ValueError that name the command to run."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist. It is written by `{made_by}`.")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}). Run `{made_by}` again.") from error
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _fsync_folder(folder: Path) -> None:
+    # The rename itself is durable only once the folder that holds the name is.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

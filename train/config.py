@@ -1,0 +1,113 @@
+"""The settings of training, export and measuring: type, default, unit and one comment each."""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from data.config import TargetConfig
+
+NOISES = ("paper", "reference", "none")
+ENGINES = ("vllm", "sglang")
+
+
+@dataclass
+class HeadConfig:
+    """The shape of the head. Everything else about it comes from the target."""
+
+    intermediate_size: int | None = None  # MLP width; null: the target's (dense equivalent)
+    init: str = "random"  # random, or regression: fc from least squares on the cache
+
+
+@dataclass
+class LossConfig:
+    """Smooth-L1 on features plus cross-entropy on the target's distribution."""
+
+    l1_weight: float = 1.0  # weight of the Smooth-L1 term
+    ce_weight: float = 0.1  # weight of the cross-entropy term
+    chunk_rows: int | None = None  # positions per output head product; null: 512 CPU, 2048 GPU
+
+
+@dataclass
+class HeldoutConfig:
+    """Conversations kept out of training, on which acceptance is estimated."""
+
+    share: float = 0.05  # of the conversations, chosen by a hash of their id
+    max_tokens: int | None = 20000  # use at most this many tokens of them per estimate
+    num_steps: int = 3  # length of the greedy draft chain, K
+    every: int | None = None  # optimizer steps between estimates; null: ten times a run
+
+
+@dataclass
+class TrainConfig:
+    """A feature cache in, checkpoints of a draft head out."""
+
+    features: str = MISSING  # folder of the feature cache
+    out: str = MISSING  # folder of the run
+    target: str | None = None  # where the target's matrices are; null: where the cache says
+    head: HeadConfig = field(default_factory=HeadConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    heldout: HeldoutConfig = field(default_factory=HeldoutConfig)
+    epochs: int = 10  # passes over the cache
+    max_steps: int | None = None  # end after this many optimizer steps instead
+    batch_tokens: int = 8192  # tokens of one optimizer step, over all processes
+    micro_batch_tokens: int = 8192  # most tokens of one forward on one process
+    lr: float = 3e-5  # peak learning rate
+    warmup: float = 0.02  # share of the run (below 1), or optimizer steps (1 and above)
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW
+    weight_decay: float = 0.0  # AdamW
+    max_grad_norm: float = 0.5  # gradients are clipped to this norm
+    noise: str = "paper"  # on input features: paper U(-w, w), reference (x 512/T), none
+    noise_width: float = 0.1  # w, in units of the feature
+    seed: int = 0
+    save_every: int | None = None  # optimizer steps between checkpoints; null: ten times a run
+    keep: int = 2  # newest checkpoints kept, besides the best
+    log_every: int = 10  # optimizer steps between lines
+    tracker: str | None = None  # wandb or tensorboard, beside metrics.jsonl
+
+    def __post_init__(self) -> None:
+        if self.noise not in NOISES:
+            raise ValueError(f"noise is {self.noise!r}, expected one of {', '.join(NOISES)}.")
+
+
+@dataclass
+class ExportConfig:
+    """A checkpoint in, a folder that a serving engine loads out."""
+
+    checkpoint: str = MISSING  # folder of a run (its best checkpoint) or of one checkpoint
+    engine: str = "vllm"  # vllm or sglang
+    out: str | None = None  # null: RUN/export/ENGINE
+    target: str | None = None  # where the target is; null: where the checkpoint says
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine is {self.engine!r}, expected one of {', '.join(ENGINES)}.")
+
+
+@dataclass
+class DecodeConfig:
+    """How prompts are answered when a head is measured."""
+
+    prompts: str = MISSING  # JSON lines with `turns`, `messages` or `prompt`
+    limit: int | None = None  # use only the first N prompts
+    max_new_tokens: int = 128  # tokens of one answer
+    num_steps: int = 3  # draft tokens per round (greedy chain), K
+    max_prompt_tokens: int = 1024  # longer prompts are left out, and counted
+
+
+@dataclass
+class EvaluateConfig(DecodeConfig):
+    """An exported head and its target in, acceptance and speed out."""
+
+    head: str = MISSING  # exported folder
+    target: TargetConfig = MISSING
+    out: str | None = None  # folder of the report; null: HEAD/evaluation
+
+
+@dataclass
+class CheckConfig(DecodeConfig):
+    """An exported head and its target, decoded by the real engine and by us."""
+
+    head: str = MISSING  # exported folder
+    target: TargetConfig = MISSING
+    engine: str = "vllm"
+    out: str | None = None  # folder of the report; null: HEAD/check

@@ -1,0 +1,1 @@
+"""Drafting and verifying: lossless speculative decoding with a draft head."""
