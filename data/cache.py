@@ -1,0 +1,163 @@
+"""The feature cache: a folder of shards with a manifest, one feature a token and nothing else.
+
+CACHE/plan.json                   what is to be done; written before the first shard
+CACHE/tokens.safetensors          input_ids, loss_mask, offsets of the whole plan
+CACHE/shards/00000.safetensors    features [T, H], input_ids [T], loss_mask [T], offsets [S+1]
+CACHE/shards/00000.json           counts, size and checksum; written after the shard
+CACHE/manifest.json               written last: a cache without it is unfinished
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data.files import atomic_write, read_json
+
+FORMAT_VERSION = 1
+MADE_BY = "python -m scripts.dump_features"
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One conversation's tokens and the target's features at each of them."""
+
+    features: Tensor  # [T, H] in the stored dtype
+    input_ids: Tensor  # [T] int64
+    loss_mask: Tensor  # [T] bool: the token belongs to an assistant reply
+
+
+def supervised_pairs(loss_mask: Tensor) -> Tensor:
+    """Which pairs j, `(f_j, t_{j+1})`, count: `t_{j+1}` and `t_{j+2}` are of the same reply.
+
+    loss_mask: [T]    bool; replies are separated by at least one False
+    returns    [T-1]  bool; the last pair has no `t_{j+2}` and never counts
+    """
+    pairs = torch.zeros(max(len(loss_mask) - 1, 0), dtype=torch.bool, device=loss_mask.device)
+    if len(loss_mask) > 2:
+        pairs[:-1] = loss_mask[1:-1] & loss_mask[2:]
+    return pairs
+
+
+def supervised_counts(loss_mask: Tensor, offsets: Tensor) -> Tensor:
+    """Supervised pairs of each of many sequences.
+
+    loss_mask: [N]    bool, all sequences after each other
+    offsets:   [S+1]  int64; sequence s is rows offsets[s]:offsets[s+1]
+    returns    [S]    int64
+    """
+    both = torch.zeros(len(loss_mask) + 1, dtype=torch.int64)
+    both[2:] = (loss_mask[:-1] & loss_mask[1:]).cumsum(0)
+    # both[n]: pairs of neighbours (i-1, i) that are supervised, for all i < n. Inside a sequence
+    # i runs from its third token: the first pair's tokens are t_1 and t_2.
+    start = torch.minimum(offsets[:-1] + 2, offsets[1:])
+    return both[offsets[1:]] - both[start]
+
+
+def write_shard(
+    path: Path, features: Tensor, input_ids: Tensor, loss_mask: Tensor, offsets: Tensor
+) -> None:
+    """Write one shard by rename.
+
+    features:  [T, H]
+    input_ids: [T]    int32
+    loss_mask: [T]    bool
+    offsets:   [S+1]  int64, from 0
+    """
+    tensors = {
+        "features": features,
+        "input_ids": input_ids,
+        "loss_mask": loss_mask,
+        "offsets": offsets,
+    }
+    with atomic_write(path) as tmp:
+        save_file(tensors, tmp)
+
+
+class FeatureCache:
+    """A finished cache, memory-mapped. Sequences are numbered through all shards."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises FileNotFoundError or ValueError that say what is wrong and what to run."""
+        self.path = path
+        self.manifest = read_manifest(path)
+        self.fingerprint: dict[str, str] = self.manifest["fingerprint"]
+        self.hidden_size: int = self.manifest["hidden_size"]
+        self.ids: list[str] = read_json(path / "plan.json", made_by=MADE_BY)["sequence_ids"]
+        self._shards = [_open_shard(path, record) for record in self.manifest["shards"]]
+        self._offsets = [shard.get_tensor("offsets") for shard in self._shards]
+        # The first sequence of each shard, and one past the last of all.
+        counts = torch.tensor([0] + [len(offsets) - 1 for offsets in self._offsets])
+        self._first = counts.cumsum(0)
+        self.lengths = torch.cat([offsets.diff() for offsets in self._offsets])  # [S] int64
+        if len(self.ids) != len(self.lengths):
+            raise ValueError(
+                f"{path}/plan.json names {len(self.ids)} sequences, but the shards hold "
+                f"{len(self.lengths)}. Dump again into an empty folder: `{MADE_BY}`."
+            )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def num_supervised(self) -> Tensor:
+        """Supervised pairs of each sequence, [S] int64."""
+        counts = [
+            supervised_counts(shard.get_tensor("loss_mask"), offsets)
+            for shard, offsets in zip(self._shards, self._offsets, strict=True)
+        ]
+        return torch.cat(counts)
+
+    def sequence(self, index: int) -> Sequence:
+        """One sequence. Safe to call from a thread; only its own rows are read."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        shard = int(torch.searchsorted(self._first, index, right=True)) - 1
+        local = index - int(self._first[shard])
+        begin, end = self._offsets[shard][local : local + 2].tolist()
+        rows = self._shards[shard].get_slice
+        return Sequence(
+            features=rows("features")[begin:end],
+            input_ids=rows("input_ids")[begin:end].long(),
+            loss_mask=rows("loss_mask")[begin:end],
+        )
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a finished cache."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"There is no feature cache {path}. Make it with `{MADE_BY}`.")
+    if not (path / "manifest.json").is_file() and (path / "plan.json").is_file():
+        raise FileNotFoundError(
+            f"The feature cache {path} is unfinished: it has a plan but no manifest.json. Run the "
+            f"same `{MADE_BY} … out={path}` again; it goes on where it stopped."
+        )
+    manifest = read_json(path / "manifest.json", made_by=MADE_BY)
+    check_version(manifest, path / "manifest.json")
+    return manifest
+
+
+def check_version(record: dict[str, Any], path: Path) -> None:
+    """Raises ValueError unless `record` has the format that this code reads."""
+    if record.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format_version {record.get('format_version')}, but this version reads "
+            f"{FORMAT_VERSION}. Dump again into an empty folder: `{MADE_BY}`."
+        )
+
+
+def _open_shard(cache: Path, record: dict[str, Any]) -> Any:
+    path = cache / record["file"]
+    size = path.stat().st_size if path.is_file() else None
+    if size != record["bytes"]:
+        raise ValueError(
+            f"Shard {path} has {'no file' if size is None else f'{size} bytes'}, but the manifest "
+            f"says {record['bytes']} bytes. Delete {cache / 'manifest.json'} and run the same "
+            f"`{MADE_BY} … out={cache}` again: it redoes only the broken shards."
+        )
+    return safe_open(path, framework="pt")
