@@ -95,13 +95,24 @@ class TargetHead(nn.Module):
         """Raw embedding rows: [...] -> [..., H]."""
         return F.embedding(input_ids, self.embed_tokens)
 
-    def logits(self, features: Tensor) -> Tensor:
-        """The target's logits: [..., H] -> [..., V] in float32, product in the weight's dtype."""
-        logits = F.linear(features.to(self.weight.dtype), self.weight, self.bias).float()
+    def logits(self, features: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """The target's logits, `cap * tanh(scale * (f W^T + b) / cap)`.
+
+        features: [..., H]
+        out:      [N, V] float32, filled and returned if given (then features are [N, H])
+        returns   [..., V] float32; the product is made in the weight's dtype
+        """
+        features = features.to(self.weight.dtype)
+        if out is None:
+            logits = F.linear(features, self.weight, self.bias).float()
+        elif out.dtype == features.dtype and self.bias is None:
+            logits = torch.mm(features, self.weight.T, out=out)
+        else:
+            logits = out.copy_(F.linear(features, self.weight, self.bias))
         if self.logit_scale != 1.0:
-            logits = logits * self.logit_scale
+            logits *= self.logit_scale
         if self.soft_cap is not None:
-            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
+            logits = logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         return logits
 
 

@@ -34,7 +34,6 @@ class HeldoutConfig:
     share: float = 0.05  # of the conversations, chosen by a hash of their id
     max_tokens: int | None = 20000  # use at most this many tokens of them per estimate
     num_steps: int = 3  # length of the greedy draft chain, K
-    every: int | None = None  # optimizer steps between estimates; null: ten times a run
 
 
 @dataclass
@@ -59,7 +58,7 @@ class TrainConfig:
     noise: str = "paper"  # on input features: paper U(-w, w), reference (x 512/T), none
     noise_width: float = 0.1  # w, in units of the feature
     seed: int = 0
-    save_every: int | None = None  # optimizer steps between checkpoints; null: ten times a run
+    save_every: int | None = None  # steps between checkpoints and estimates; null: a tenth
     keep: int = 2  # newest checkpoints kept, besides the best
     log_every: int = 10  # optimizer steps between lines
     tracker: str | None = None  # wandb or tensorboard, beside metrics.jsonl
