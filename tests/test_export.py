@@ -1,0 +1,345 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import AutoConfig
+
+from data.config import TargetConfig
+from data.files import write_json
+from data.target import fingerprint
+from tests.tiny import save_tiny_target, tiny_llama_config
+from train.config import ExportConfig
+from train.export import compare, export, load_exported, serve_command
+from train.head import DraftHead, draft_config
+
+LAYER_TENSORS = {
+    "fc.weight",
+    "layers.0.self_attn.q_proj.weight",
+    "layers.0.self_attn.k_proj.weight",
+    "layers.0.self_attn.v_proj.weight",
+    "layers.0.self_attn.o_proj.weight",
+    "layers.0.mlp.gate_proj.weight",
+    "layers.0.mlp.up_proj.weight",
+    "layers.0.mlp.down_proj.weight",
+    "layers.0.post_attention_layernorm.weight",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+def save_tiny_run(run: Path, target: Path, *, step: int = 20) -> Path:
+    """A run folder with one checkpoint of an untrained head for `target`."""
+    torch.manual_seed(1)
+    head = DraftHead(draft_config(AutoConfig.from_pretrained(target)))
+    torch.nn.init.normal_(head.layers[0].post_attention_layernorm.weight, mean=1.0, std=0.1)
+    checkpoint = run / "steps" / f"{step:06d}"
+    checkpoint.mkdir(parents=True)
+    save_file(head.state_dict(), checkpoint / "head.safetensors")
+    head.config.save_pretrained(checkpoint)
+    write_json(
+        checkpoint / "checkpoint.json",
+        {
+            "format_version": 1,
+            "step": step,
+            "acceptance": {"acceptance_length": 1.5, "alpha": [0.4, 0.25], "tried": [10, 4]},
+            "fingerprint": fingerprint(TargetConfig(path=str(target))),
+            "cache": {"num_tokens": 1000},
+            "settings": {"lr": 1e-3, "loss": {"ce_weight": 0.1}},
+        },
+    )
+    return run
+
+
+def export_tiny(folder: Path, *, engine: str = "vllm", **changes) -> tuple[Path, Path, dict]:
+    """Export a head for a tiny target with `changes`. Returns export, checkpoint, config.json."""
+    target = save_tiny_target(folder / "target", tiny_llama_config(**changes))
+    run = save_tiny_run(folder / "run", target)
+    out = export(ExportConfig(checkpoint=str(run), engine=engine))
+    return out, run / "steps" / "000020", json.loads((out / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def run_path(tmp_path_factory, target_path) -> Path:
+    return save_tiny_run(tmp_path_factory.mktemp("export") / "run", target_path)
+
+
+@pytest.mark.parametrize(
+    ("engine", "names"),
+    [("vllm", LAYER_TENSORS), ("sglang", LAYER_TENSORS | {"fc.bias"})],
+)
+def test_an_export_holds_exactly_the_tensors_that_the_engine_loads(run_path, engine, names):
+    out = export(ExportConfig(checkpoint=str(run_path), engine=engine))
+
+    tensors = load_file(out / "model.safetensors")
+    assert out == run_path / "export" / engine
+    assert tensors.keys() == names
+    assert [f.name for f in out.glob("*.safetensors")] == ["model.safetensors"]
+    if engine == "sglang":
+        assert tensors["fc.bias"].shape == (32,)
+        assert not tensors["fc.bias"].any()
+
+
+def test_config_json_holds_exactly_the_keys_that_vllm_needs(tmp_path):
+    _, _, keys = export_tiny(tmp_path)
+
+    assert keys == {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 259,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bias": False,
+    }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_sglang_heads_are_never_tied_and_name_their_own_class(tmp_path, tied):
+    _, _, keys = export_tiny(tmp_path, engine="sglang", tie_word_embeddings=tied)
+
+    assert keys["architectures"] == ["LlamaForCausalLMEagle"]
+    assert keys["tie_word_embeddings"] is False
+    assert not keys.keys() & {"bias", "attention_bias", "mlp_bias"}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tensors_are_the_trained_ones_rounded_once(tmp_path, engine, dtype):
+    target = save_tiny_target(tmp_path / "target", tiny_llama_config())
+    _set_dtype(target, dtype)
+    run = save_tiny_run(tmp_path / "run", target)
+
+    out = export(ExportConfig(checkpoint=str(run), engine=engine))
+
+    trained = load_file(run / "steps" / "000020" / "head.safetensors")
+    exported = load_file(out / "model.safetensors")
+    for name, tensor in trained.items():
+        assert torch.equal(exported[name], tensor.to(dtype)), name
+    keys = json.loads((out / "config.json").read_text())
+    assert keys["torch_dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_a_loaded_export_computes_what_the_trained_head_computes(run_path):
+    out = export(ExportConfig(checkpoint=str(run_path)))
+    head, record = load_exported(out)
+
+    trained = DraftHead(head.config)
+    trained.load_state_dict(load_file(run_path / "steps" / "000020" / "head.safetensors"))
+    inputs = torch.randn(2, 40, 32)
+    assert_close(head(*inputs, [25, 15]), trained(*inputs, [25, 15]), rtol=0, atol=0)
+    assert record["engine"] == "vllm"
+    assert record["step"] == 20
+    assert record["acceptance"]["acceptance_length"] == 1.5
+    assert record["settings"]["loss"] == {"ce_weight": 0.1}
+    assert record["fingerprint"]["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_large_rope_theta_survives_in_both_spellings(tmp_path, engine):
+    _, _, keys = export_tiny(
+        tmp_path, engine=engine, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+    )
+
+    assert keys["rope_theta"] == 1e6
+    assert keys["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e6}
+    assert "rope_scaling" not in keys
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_llama3_rope_scaling_survives_in_both_spellings(tmp_path, engine):
+    out, _, keys = export_tiny(tmp_path, engine=engine, rope_parameters=LLAMA3)
+
+    assert keys["rope_parameters"] == LLAMA3
+    assert keys["rope_theta"] == 500000.0
+    assert keys["rope_scaling"] == {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
+    plain = DraftHead(draft_config(tiny_llama_config()))
+    assert not torch.equal(load_exported(out)[0].rotary.inv_freq, plain.rotary.inv_freq)
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+def test_either_rope_spelling_alone_gives_the_same_head(tmp_path, spelling):
+    """Transformers 4 reads rope_theta and rope_scaling, 5 reads rope_parameters."""
+    out, _, keys = export_tiny(tmp_path, rope_parameters=LLAMA3)
+    both, _ = load_exported(out)
+    for key in {"rope_parameters", "rope_scaling"} - {spelling}:
+        del keys[key]
+    (out / "config.json").write_text(json.dumps(keys))
+
+    assert torch.equal(load_exported(out)[0].rotary.inv_freq, both.rotary.inv_freq)
+
+
+def test_a_head_dim_that_is_not_hidden_over_heads_survives(tmp_path):
+    out, _, keys = export_tiny(tmp_path, head_dim=16)
+
+    assert keys["head_dim"] == 16
+    assert load_file(out / "model.safetensors")["layers.0.self_attn.o_proj.weight"].shape == (
+        32,
+        64,
+    )
+
+
+def test_the_card_holds_acceptance_recipe_fingerprint_and_serve_command(run_path, target_path):
+    for engine in ("vllm", "sglang"):
+        out = export(ExportConfig(checkpoint=str(run_path), engine=engine))
+        card = (out / "README.md").read_text()
+        assert serve_command(out, str(target_path), engine) in card
+        assert "τ = 1.50" in card and "α_1 = 0.400" in card and "bonus token included" in card
+        assert "| `lr` | `0.001` |" in card and "| `loss.ce_weight` | `0.1` |" in card
+        assert load_exported(out)[1]["fingerprint"]["weights"] in card
+        assert "not `eagle3`" in card and "Llama-shaped by design" in card
+
+
+def test_the_serve_command_names_float32_because_engines_would_halve_it(tmp_path):
+    out, _, keys = export_tiny(tmp_path)
+    assert "--dtype float32" in serve_command(out, "some/target", "vllm")
+    (out / "config.json").write_text(json.dumps(keys | {"torch_dtype": "bfloat16"}))
+    assert "--dtype" not in serve_command(out, "some/target", "vllm", num_steps=5)
+    assert '"num_speculative_tokens": 5' in serve_command(out, "some/target", "vllm", num_steps=5)
+
+
+def test_a_folder_with_foreign_files_is_left_alone(run_path, tmp_path):
+    (tmp_path / "optimizer.bin").write_bytes(b"x")
+
+    with pytest.raises(ValueError, match=r"files that no export wrote: optimizer\.bin"):
+        export(ExportConfig(checkpoint=str(run_path), out=str(tmp_path)))
+
+    assert [f.name for f in tmp_path.iterdir()] == ["optimizer.bin"]
+
+
+def test_an_export_replaces_an_older_one_whole(run_path, tmp_path):
+    first = export(ExportConfig(checkpoint=str(run_path), engine="sglang", out=f"{tmp_path}/out"))
+    second = export(ExportConfig(checkpoint=str(run_path), engine="vllm", out=f"{tmp_path}/out"))
+
+    assert first == second
+    assert load_file(second / "model.safetensors").keys() == LAYER_TENSORS
+
+
+def test_another_target_is_refused_with_the_fields_that_differ(run_path, tmp_path):
+    other = save_tiny_target(tmp_path / "other", seed=7)
+
+    with pytest.raises(ValueError, match=r"is not the target that .* was trained for: weights"):
+        export(ExportConfig(checkpoint=str(run_path), target=str(other), out=f"{tmp_path}/out"))
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_that_has_moved_is_found_where_the_user_says(run_path, target_path, tmp_path):
+    moved = shutil.copytree(target_path, tmp_path / "moved")
+
+    out = export(ExportConfig(checkpoint=str(run_path), target=str(moved), out=f"{tmp_path}/out"))
+
+    assert serve_command(out, str(moved), "vllm") in (out / "README.md").read_text()
+
+
+def test_weights_that_overflow_the_targets_dtype_are_not_exported(tmp_path):
+    target = save_tiny_target(tmp_path / "target")
+    _set_dtype(target, torch.float16)
+    run = save_tiny_run(tmp_path / "run", target)
+    weights = run / "steps" / "000020" / "head.safetensors"
+    tensors = load_file(weights)
+    tensors["fc.weight"][0, 0] = 1e6
+    save_file(tensors, weights)
+
+    with pytest.raises(ValueError, match=r"fc\.weight holds values that are not finite"):
+        export(ExportConfig(checkpoint=str(run)))
+
+    assert not (run / "export" / "vllm").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: t.pop("fc.weight"), r"fc\.weight is missing"),
+        (lambda t: t.update({"norm.weight": torch.ones(32)}), r"norm\.weight does not belong"),
+        (lambda t: t.update({"fc.bias": torch.zeros(32)}), r"fc\.bias does not belong"),
+        (lambda t: t.update({"fc.weight": torch.ones(32, 32)}), r"fc\.weight is \[32, 32\]"),
+        (lambda t: t["fc.weight"].fill_(float("nan")), r"fc\.weight holds values"),
+        (lambda t: t.update({"fc.weight": t["fc.weight"].half()}), r"fc\.weight is float16"),
+    ],
+)
+def test_what_engines_would_load_silently_is_named(run_path, tmp_path, damage, message):
+    out = export(ExportConfig(checkpoint=str(run_path), out=f"{tmp_path}/out"))
+    tensors = load_file(out / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, out / "model.safetensors")
+
+    with pytest.raises(ValueError, match=message):
+        load_exported(out)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_hidden_layers", None, "no num_hidden_layers"),
+        ("bias", True, "bias True, expected False"),
+        ("tie_word_embeddings", True, "tie_word_embeddings True"),
+        ("rope_theta", None, "no rope_theta"),
+    ],
+)
+def test_config_keys_that_engines_would_misread_are_named(run_path, tmp_path, key, value, message):
+    out = export(ExportConfig(checkpoint=str(run_path), out=f"{tmp_path}/out"))
+    keys = json.loads((out / "config.json").read_text())
+    keys[key] = value
+    (out / "config.json").write_text(json.dumps({k: v for k, v in keys.items() if v is not None}))
+
+    with pytest.raises(ValueError, match=message):
+        load_exported(out)
+
+
+def test_a_second_weights_file_is_refused(run_path, tmp_path):
+    out = export(ExportConfig(checkpoint=str(run_path), out=f"{tmp_path}/out"))
+    save_file({"fc.weight": torch.zeros(32, 64)}, out / "stale.safetensors")
+
+    with pytest.raises(ValueError, match=r"exactly one weights file.*stale\.safetensors"):
+        load_exported(out)
+
+
+def test_compare_notices_swapped_halves_and_changed_rope(run_path, tmp_path):
+    out = export(ExportConfig(checkpoint=str(run_path), out=f"{tmp_path}/out"))
+    head, _ = load_exported(out)
+
+    swapped = DraftHead(head.config)
+    swapped.load_state_dict(head.state_dict())
+    swapped.fc.weight.data = swapped.fc.weight.data.roll(32, dims=1)
+    with pytest.raises(RuntimeError, match=r"fc\.weight in .* is not the trained tensor"):
+        compare(swapped, out)
+
+    keys = json.loads((out / "config.json").read_text())
+    keys["rope_parameters"]["rope_theta"] = keys["rope_theta"] = 1e5
+    (out / "config.json").write_text(json.dumps(keys))
+    with pytest.raises(RuntimeError, match="RoPE settings"):
+        compare(head, out)
+
+
+def _set_dtype(target: Path, dtype: torch.dtype) -> None:
+    """Store the weights of a tiny target in `dtype`, as its config says."""
+    weights = target / "model.safetensors"
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    keys = json.loads((target / "config.json").read_text())
+    keys["dtype"] = str(dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(keys))
