@@ -84,8 +84,7 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, in the dtype of the file (float32 from GGUF)."""
-        file = _find(self.location, self.files[name])
-        assert file is not None, self.files[name]
+        file = _require(self.location, self.files[name])
         if file.suffix == ".gguf":
             return _read_gguf(self._gguf[name])
         if file.suffix == ".bin":
@@ -97,8 +96,7 @@ class Checkpoint:
 
     def sample(self, name: str) -> bytes:
         """The first row as the file stores it: enough to tell two checkpoints apart."""
-        file = _find(self.location, self.files[name])
-        assert file is not None, self.files[name]
+        file = _require(self.location, self.files[name])
         if file.suffix == ".gguf":
             return self._gguf[name].data[:1].tobytes()
         if file.suffix == ".bin":
@@ -127,10 +125,10 @@ def open_checkpoint(config: TargetConfig) -> Checkpoint:
         return Checkpoint(location, dict.fromkeys(_gguf_tensors(file), location.gguf_file))
     # Transformers prefers one safetensors file, then its index, then the same of .bin.
     for single, index in zip(SINGLES, INDEXES, strict=True):
-        if (file := _find(location, single)) is not None:
-            return Checkpoint(location, dict.fromkeys(_names(file), single))
-        if (file := _find(location, index)) is not None:
-            return Checkpoint(location, json.loads(file.read_text("utf-8"))["weight_map"])
+        if (found := _find(location, single)) is not None:
+            return Checkpoint(location, dict.fromkeys(_names(found), single))
+        if (found := _find(location, index)) is not None:
+            return Checkpoint(location, json.loads(found.read_text("utf-8"))["weight_map"])
     raise FileNotFoundError(
         f"{location.path} holds no weights. Looked for {', '.join(SINGLES + INDEXES)}."
     )

@@ -1,0 +1,80 @@
+"""What identifies a target: every artifact carries it, and the next stage compares it."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from data.checkpoint_files import Checkpoint, open_checkpoint
+from data.config import TargetConfig
+from data.families import EMBEDDINGS, OUTPUTS, load_config, load_tokenizer
+
+
+def fingerprint(config: TargetConfig) -> dict[str, str]:
+    """What identifies a target, read from its files without loading it."""
+    loaded = load_config(config)
+    tokenizer = load_tokenizer(config)
+    checkpoint = open_checkpoint(config)
+    quantization = getattr(loaded, "quantization_config", None) or {}
+    if not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    method = "gguf" if checkpoint.location.gguf_file else quantization.get("quant_method", "none")
+    return {
+        "path": config.path,
+        "revision": config.revision or "",
+        "model_type": loaded.model_type,
+        "config": _digest([_canonical(loaded)]),
+        "weights": _digest(_weight_samples(checkpoint, loaded)),
+        "tokenizer": _digest([_tokenizer_text(tokenizer)]),
+        "chat_template": _digest([json.dumps(tokenizer.chat_template, sort_keys=True)]),
+        "quantization": str(method),
+    }
+
+
+def fingerprint_differences(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
+    """One readable line for each field that differs; the place of a target is none of them."""
+    fields = [key for key in {**ours, **theirs} if key not in ("path", "revision")]
+    return [
+        f"{key}: {ours.get(key, 'absent')} here, {theirs.get(key, 'absent')} there"
+        for key in fields
+        if ours.get(key) != theirs.get(key)
+    ]
+
+
+def _weight_samples(checkpoint: Checkpoint, loaded: PretrainedConfig) -> Iterable[bytes | str]:
+    """Names and first rows of both matrices, the final norm and the whole last layer.
+
+    A fine-tuned or merged model differs there, and on the hub they lie in two or three files.
+    """
+    last = loaded.get_text_config().num_hidden_layers - 1
+    wanted = (f"layers.{last}.", f"blk.{last}.")
+    norms = ("model.norm.weight", "language_model.norm.weight", "output_norm.weight")
+    for name in sorted(checkpoint.files):
+        in_layer = any(part in name for part in wanted) and "vision" not in name
+        if in_layer or name in EMBEDDINGS + OUTPUTS or name.endswith(norms):
+            yield name
+            yield checkpoint.sample(name)
+
+
+def _canonical(loaded: PretrainedConfig) -> str:
+    """The config without what may differ between two copies of one model."""
+    volatile = {"_name_or_path", "transformers_version", "architectures", "dtype", "use_cache"}
+    fields = {k: v for k, v in loaded.to_diff_dict().items() if k not in volatile}
+    return json.dumps(fields, sort_keys=True, default=str)
+
+
+def _tokenizer_text(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return backend.to_str()
+    return json.dumps(tokenizer.get_vocab(), sort_keys=True)
+
+
+def _digest(parts: Iterable[bytes | str]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:16]
