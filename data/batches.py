@@ -26,8 +26,8 @@ class PackedBatch:
     A document ends with its last supervised pair: what follows is causal and would change nothing.
     """
 
-    sequences: list[int]  # indices in the cache, one per document
-    lengths: list[int]  # pairs of each document, summing to T
+    sequences: list[int]  # indices in the cache, one per document; [-1] for an empty batch
+    lengths: list[int]  # pairs of each document, summing to T; [0] for an empty batch
     next_ids: Tensor  # [T]     t_{j+1}
     features: Tensor  # [T, H]  f_j
     supervised: Tensor  # [N]   indices of supervised pairs among the T
@@ -70,8 +70,8 @@ def pack(cache: FeatureCache, sequences: Sequence[int], *, pin: bool = False) ->
         return joined.pin_memory() if pin else joined
 
     return PackedBatch(
-        sequences=kept,
-        lengths=lengths,
+        sequences=kept or [-1],
+        lengths=lengths or [0],
         next_ids=join(next_ids, 0, dtype=torch.long),
         features=join(features, 0, cache.hidden_size, dtype=torch.bfloat16),
         supervised=join(supervised, 0, dtype=torch.long),
@@ -149,9 +149,9 @@ def add_noise(
     for index, part in zip(batch.sequences, features.split(batch.lengths), strict=True):
         generator = torch.Generator(device=features.device).manual_seed(_mix(seed, epoch, index))
         noise = torch.rand(part.shape, generator=generator, device=features.device)
-        scale = width * (512 / len(part) if kind == "reference" else 1.0)
+        scale = width * (512 / max(len(part), 1) if kind == "reference" else 1.0)
         parts.append(part + (noise * 2 - 1) * scale)
-    return torch.cat(parts) if parts else features
+    return torch.cat(parts)
 
 
 def prefetch(steps: Iterable[T], load: Callable[[T], object]) -> Iterator:

@@ -122,12 +122,13 @@ class DraftHead(nn.Module):
 
         embeddings: [T, H]  raw embedding rows of t_{j+1}
         features:   [T, H]  f_j
-        lengths:    pairs of each document, summing to T; none attends to another
+        lengths:    pairs of each document, summing to T; none attends to another. An empty batch
+                    is one document of no pairs: a process without data still takes part
         returns     [T, H]  f̂_{j+1}
         """
-        positions = torch.cat([torch.arange(n, device=features.device) for n in lengths])
+        positions = [torch.arange(n, device=features.device) for n in lengths]
         x = self.fuse(embeddings, features)
-        query, key, value = self.query_key_value(x, positions)
+        query, key, value = self.query_key_value(x, torch.cat(positions))
         return self.finish(x, packed_attention(query, key, value, lengths))
 
     def fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:

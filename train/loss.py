@@ -45,7 +45,8 @@ def distillation_loss(
     features:  [N, H]  f_{j+1}, without gradient
     returns    sums over the N positions
     """
-    predicted, features = predicted.float(), features.float()
+    dtype = torch.promote_types(predicted.dtype, torch.float32)
+    predicted, features = predicted.to(dtype), features.to(dtype)
     smooth_l1 = F.smooth_l1_loss(predicted, features, reduction="none").mean(dim=-1).sum()
     default = CPU_CHUNK_ROWS if predicted.device.type == "cpu" else GPU_CHUNK_ROWS
     cross_entropy, agreed = _ChunkedCrossEntropy.apply(

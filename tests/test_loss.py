@@ -1,0 +1,104 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from data.target import TargetHead
+from train.loss import distillation_loss
+
+H, V, N = 16, 50, 37
+ROOT = Path(__file__).parent.parent
+
+
+def make(dtype=torch.float64, **rules):
+    torch.manual_seed(0)
+    weight = torch.randn(V, H, dtype=dtype)
+    head = TargetHead(weight, weight, **rules)
+    predicted = torch.randn(N, H, dtype=dtype, requires_grad=True)
+    return head, predicted, torch.randn(N, H, dtype=dtype)
+
+
+def plain_loss(predicted, features, head, *, l1_weight, ce_weight):
+    """The papers' formula, with all logits held."""
+    target_probs = head.logits(features).softmax(-1)
+    cross_entropy = F.cross_entropy(head.logits(predicted), target_probs, reduction="sum")
+    smooth_l1 = F.smooth_l1_loss(predicted, features, reduction="sum") / H
+    return l1_weight * smooth_l1 + ce_weight * cross_entropy
+
+
+@pytest.mark.parametrize("rules", [{}, {"logit_scale": 0.25}, {"soft_cap": 3.0}])
+@pytest.mark.parametrize("chunk_rows", [1, 10, 37, 512])
+def test_chunked_loss_and_gradient_equal_the_plain_ones(rules, chunk_rows):
+    head, predicted, features = make(**rules)
+    weights = {"l1_weight": 0.7, "ce_weight": 0.3}
+
+    chunked = distillation_loss(predicted, features, head, chunk_rows=chunk_rows, **weights).loss
+    (chunked_gradient,) = torch.autograd.grad(chunked, predicted)
+    plain = plain_loss(predicted, features, head, **weights)
+    (plain_gradient,) = torch.autograd.grad(plain, predicted)
+
+    assert_close(chunked, plain, rtol=1e-12, atol=1e-12)
+    assert_close(chunked_gradient, plain_gradient, rtol=1e-10, atol=1e-12)
+
+
+def test_the_bias_of_an_output_head_counts():
+    head, predicted, features = make(bias=torch.randn(V, dtype=torch.float64))
+    loss = distillation_loss(predicted, features, head, l1_weight=1.0, ce_weight=1.0).loss
+    assert_close(loss, plain_loss(predicted, features, head, l1_weight=1.0, ce_weight=1.0))
+
+
+def test_agreement_counts_equal_argmaxes():
+    head, predicted, features = make(torch.float32)
+    half = torch.cat([features[:10], predicted.detach()[10:]])
+    sums = distillation_loss(predicted, half, head, l1_weight=1.0, ce_weight=0.1)
+    same = head.logits(predicted).argmax(-1) == head.logits(half).argmax(-1)
+    assert int(sums.agreed) == int(same.sum()) >= N - 10
+
+
+def test_no_position_gives_zero_loss_and_zero_gradient():
+    head, predicted, features = make(torch.float32)
+    loss = distillation_loss(predicted[:0], features[:0], head, l1_weight=1.0, ce_weight=0.1).loss
+    loss.backward()
+    assert float(loss.detach()) == 0 and predicted.grad.eq(0).all()
+
+
+def test_the_frozen_output_head_gets_no_gradient():
+    head, predicted, features = make(torch.float32)
+    distillation_loss(predicted, features, head, l1_weight=1.0, ce_weight=0.1).loss.backward()
+    assert head.weight.grad is None and not list(head.parameters())
+
+
+MEASURE_MEMORY = """
+import resource, sys, torch
+from data.target import TargetHead
+from train.loss import distillation_loss
+
+weight = torch.randn(32768, 8)
+head = TargetHead(weight, weight)
+
+def peak_megabytes(positions):
+    predicted = torch.randn(positions, 8, requires_grad=True)
+    features = torch.randn(positions, 8)
+    distillation_loss(
+        predicted, features, head, l1_weight=1.0, ce_weight=0.1, chunk_rows=64
+    ).loss.backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+peak_megabytes(64)
+few = peak_megabytes(64)
+many = peak_megabytes(4096)
+held = torch.randn(4096, 32768)  # what a plain loss would hold, four times over
+print(many - few, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - few)
+"""
+
+
+def test_peak_memory_does_not_grow_with_positions_times_vocabulary():
+    command = [sys.executable, "-c", MEASURE_MEMORY]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    growth, growth_of_one_matrix = map(float, result.stdout.split())
+    assert growth_of_one_matrix > 400  # the measurement would see [N, V]: 512 MB
+    assert growth < 40
