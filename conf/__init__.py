@@ -7,14 +7,21 @@ of our command line into ordinary overrides, so that what is below it is plain H
     target=PATH       -> target.path=PATH    unless conf/target/PATH.yaml exists; dataset= likewise
 """
 
+import functools
+import logging
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 
 CONF = Path(__file__).parent
+PACKAGES = ("conf", "data", "scripts", "train")
 HYDRA = {"version_base": "1.3", "config_path": "pkg://conf"}
 
 
@@ -22,6 +29,40 @@ def prepare(script: str, schema: type) -> None:
     """Register `schema` as the type of `script`'s config, and expand the shorthands in sys.argv."""
     ConfigStore.instance().store(name=f"{script}_schema", node=schema)
     sys.argv[1:] = expand(script, sys.argv[1:])
+
+
+def task(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Run a script's main with our log on the terminal, and its user errors as plain messages.
+
+    An error that our own code raised says what to do; a traceback would only hide it. Any other
+    error keeps its traceback, as all do under HYDRA_FULL_ERROR=1.
+    """
+
+    @functools.wraps(function)
+    def wrapped(cfg: Any) -> Any:
+        start_log()
+        try:
+            return function(cfg)
+        except (ValueError, OSError, RuntimeError, ImportError) as error:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1" or not _is_ours(error):
+                raise
+            sys.exit(f"error: {error}")
+
+    return wrapped
+
+
+def start_log() -> None:
+    """Our packages' log goes to the terminal, from the main process only."""
+    logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
+    for package in (*PACKAGES, "__main__"):
+        logging.getLogger(package).setLevel(level)
+
+
+def job_folder(out: str) -> str:
+    """`out`, or a folder below it for each job of a --multirun."""
+    hydra = HydraConfig.get()
+    return f"{out}/{hydra.job.num:03d}" if hydra.mode == RunMode.MULTIRUN else out
 
 
 def expand(script: str, arguments: list[str]) -> list[str]:
@@ -34,6 +75,14 @@ def expand(script: str, arguments: list[str]) -> list[str]:
     said = {a.partition("=")[0].lstrip("+~") for a in rest}
     values = [v for name in recipes for v in _recipe(script, name)]
     return [v for v in values if v.partition("=")[0] not in said] + rest
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the error was raised in this project's own code."""
+    traceback, file = error.__traceback__, ""
+    while traceback:
+        file, traceback = traceback.tb_frame.f_code.co_filename, traceback.tb_next
+    return any(Path(file).is_relative_to(CONF.parent / package) for package in PACKAGES)
 
 
 def _recipe(script: str, name: str) -> Iterator[str]:

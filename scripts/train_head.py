@@ -3,15 +3,20 @@
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from conf import HYDRA, prepare
+from conf import HYDRA, job_folder, prepare, task
 from train.config import TrainConfig
 
 
 @hydra.main(config_name="train_head", **HYDRA)
+@task
 def main(cfg: DictConfig) -> float:
+    """Returns the held-out acceptance length, which a sweeper can maximise."""
     config: TrainConfig = OmegaConf.to_object(cfg)
-    print(config)
-    return 0.0
+    config.out = job_folder(config.out)
+
+    from train.loop import fit  # torch loads only after the config is known to be good
+
+    return fit(config)
 
 
 if __name__ == "__main__":

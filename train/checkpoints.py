@@ -1,11 +1,11 @@
 """Checkpoints: folders that appear by rename, with `checkpoint.json` written last.
 
-    RUN/steps/000120/
-        head.safetensors      the head's tensors under the names that engines load
-        config.json           its LlamaConfig
-        training_state.pt     AdamW moments, plain tensors (or state/, written by DeepSpeed)
-        checkpoint.json       step, acceptance, fingerprint of the target, settings
-    RUN/best.json             {"step": ..., "acceptance_length": ...}
+RUN/steps/000120/
+    head.safetensors      the head's tensors under the names that engines load
+    config.json           its LlamaConfig
+    training_state.pt     AdamW moments, plain tensors (or state/, written by DeepSpeed)
+    checkpoint.json       step, acceptance, fingerprint of the target, settings
+RUN/best.json             {"step": ..., "acceptance_length": ...}
 """
 
 import re
@@ -33,9 +33,7 @@ FREE_SETTINGS = {"features", "out", "target", "micro_batch_tokens", "save_every"
 FREE_SETTINGS |= {"log_every", "tracker", "loss.chunk_rows"}
 
 
-def make_record(
-    step: int, config: TrainConfig, cache: FeatureCache, counts: ChainCounts
-) -> dict:
+def make_record(step: int, config: TrainConfig, cache: FeatureCache, counts: ChainCounts) -> dict:
     """What checkpoint.json says of a checkpoint."""
     return {
         "step": step,

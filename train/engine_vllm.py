@@ -6,6 +6,7 @@ REQUEST RESULT`, tells its stages on standard output and writes the result file.
 module imports no vLLM.
 """
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -193,7 +194,7 @@ def main(request_file: Path, result_file: Path) -> None:
     """The child: everything from here on runs with vLLM."""
     request = Request(**json.loads(request_file.read_text(encoding="utf-8")))
     _tell("importing vLLM")
-    import vllm
+    vllm: Any = importlib.import_module("vllm")
 
     _tell(f"starting the engine {'with' if request.head else 'without'} the head")
     speculative = {

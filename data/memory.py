@@ -1,0 +1,27 @@
+"""Large CPU tensors without the price of fresh memory pages."""
+
+import ctypes
+import sys
+
+import torch
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
+GIBIBYTE = 2**30
+
+
+def keep_freed_pages(device: torch.device) -> None:
+    """Have glibc keep freed memory for the next tensor instead of giving it back to the kernel.
+
+    By default each large tensor is mapped and unmapped anew, and the kernel clears its pages one by
+    one: on some machines that takes several times as long as the arithmetic on them. No effect
+    outside glibc, and none is wanted on an accelerator, which has its own allocator.
+    """
+    if device.type != "cpu" or not sys.platform.startswith("linux"):
+        return
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):  # another C library (musl)
+        return
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, 2 * GIBIBYTE - 1)
+    mallopt(M_TOP_PAD, GIBIBYTE)
