@@ -7,6 +7,7 @@ CACHE/shards/00000.json           counts, size and checksum; written after the s
 CACHE/manifest.json               written last: a cache without it is unfinished
 """
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.files import atomic_write, read_json
+from data.files import atomic_write, read_json, sha256, write_json
 
 FORMAT_VERSION = 1
 MADE_BY = "python -m scripts.dump_features"
@@ -59,24 +60,68 @@ def supervised_counts(loss_mask: Tensor, offsets: Tensor) -> Tensor:
     return both[offsets[1:]] - both[start]
 
 
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file by rename."""
+    with atomic_write(path) as tmp:
+        save_file(tensors, tmp)
+        tmp.chmod(0o644)  # safetensors makes files that only their owner can read
+
+
+def shard_path(cache: Path, index: int) -> Path:
+    return cache / "shards" / f"{index:05d}.safetensors"
+
+
 def write_shard(
-    path: Path, features: Tensor, input_ids: Tensor, loss_mask: Tensor, offsets: Tensor
-) -> None:
-    """Write one shard by rename.
+    cache: Path,
+    index: int,
+    *,
+    features: Tensor,
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    offsets: Tensor,
+    statistics: dict[str, float],
+) -> dict[str, Any]:
+    """Write one shard by rename, then the record that makes it valid. Returns the record.
 
     features:  [T, H]
     input_ids: [T]    int32
     loss_mask: [T]    bool
     offsets:   [S+1]  int64, from 0
     """
+    path = shard_path(cache, index)
     tensors = {
         "features": features,
         "input_ids": input_ids,
         "loss_mask": loss_mask,
         "offsets": offsets,
     }
-    with atomic_write(path) as tmp:
-        save_file(tensors, tmp)
+    path.parent.mkdir(exist_ok=True)
+    save_tensors(path, tensors)
+    record = {
+        "file": str(path.relative_to(cache)),
+        "num_sequences": len(offsets) - 1,
+        "num_tokens": len(input_ids),
+        "num_supervised": int(supervised_counts(loss_mask, offsets).sum()),
+        "bytes": path.stat().st_size,
+        "sha256": sha256(path),
+        "statistics": statistics,
+    }
+    write_json(path.with_suffix(".json"), record)
+    return record
+
+
+def shard_record(cache: Path, index: int, *, checksum: bool) -> dict[str, Any] | None:
+    """The record of a finished shard; None if the shard has to be done (again).
+
+    The size must match, and with `checksum` the content too, which reads the whole file.
+    """
+    path = shard_path(cache, index)
+    try:
+        record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        whole = path.stat().st_size == record["bytes"]
+    except (FileNotFoundError, json.JSONDecodeError, KeyError):
+        return None
+    return record if whole and (not checksum or sha256(path) == record["sha256"]) else None
 
 
 class FeatureCache:

@@ -32,6 +32,8 @@ __all__ = [
     "load_target",
     "load_tokenizer",
     "read_target_head",
+    "target_device",
+    "target_dtype",
 ]
 
 # Largest difference from the target's own logits, as a share of the largest logit: our scale and
@@ -125,7 +127,7 @@ def load_target(config: TargetConfig) -> Target:
     """Load the whole target. Raises ValueError if the files lack some of its weights."""
     location = locate(config)
     loaded = load_config(config)
-    dtype, device = target_dtype(config, loaded), _device(config)
+    dtype, device = target_dtype(config, loaded), target_device(config)
     arguments: dict[str, Any] = dict(location.arguments)
     if getattr(loaded.get_text_config(), "attn_logit_softcapping", None) is not None:
         # Gemma 2: the fused attention of PyTorch leaves the cap of its attention logits out.
@@ -251,9 +253,10 @@ def _first(checkpoint: Checkpoint, names: Iterable[str]) -> str | None:
     return next((name for name in names if name in checkpoint), None)
 
 
-def _device(config: TargetConfig) -> torch.device:
+def target_device(config: TargetConfig) -> torch.device:
+    """The device that the target runs on; under a launcher, the GPU of this process."""
     if config.device != "auto":
         return torch.device(config.device)
     from accelerate import PartialState
 
-    return PartialState().device  # under a launcher, the GPU of this process
+    return PartialState().device

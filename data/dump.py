@@ -1,0 +1,259 @@
+"""Run the frozen target over the chats once, and keep its features.
+
+Plan, check, run the shards, write the manifest. A dump that is killed goes on where it stopped, and
+ends byte-identical to one that was not, whatever the number of processes.
+"""
+
+import contextlib
+import fcntl
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from tqdm import tqdm
+
+from data.cache import FORMAT_VERSION, shard_record
+from data.config import DumpConfig
+from data.files import write_json
+from data.plan import (
+    Plan,
+    Tokens,
+    check_folder,
+    check_same,
+    check_space,
+    make_plan,
+    read_plan,
+    read_tokens,
+    remove_leftovers,
+    settings_differences,
+    settings_of,
+    write_plan,
+)
+from data.shards import batches_of, padded, shard_features, write
+from data.target import (
+    Target,
+    check_output_head,
+    fingerprint,
+    fingerprint_differences,
+    load_config,
+    load_target,
+    load_tokenizer,
+    target_device,
+    target_dtype,
+)
+
+log = logging.getLogger(__name__)
+
+# The other processes wait while the first one reads and tokenises the chats.
+TIMEOUT = timedelta(hours=2)
+BATCH_TOKENS = {"cpu": 2048, "accelerator": 16384}
+
+
+def dump(config: DumpConfig) -> Path:
+    """Dump the features of `config.dataset` under `config.target`. Returns the cache's folder.
+
+    Raises ValueError for what the user can mend (settings, folder, data, space, features that are
+    not finite), and RuntimeError if another dump holds the folder or the outside world fails.
+    """
+    state = PartialState(timeout=TIMEOUT)
+    out = Path(config.out).expanduser()
+    if state.is_main_process:
+        check_folder(out)
+    if config.dry_run:
+        if state.is_main_process:
+            plan, tokens = prepare(config, out)
+            _start(config, out, plan, tokens, list(range(len(plan.shards))), world=1)
+        return out
+    with _locked(out) if state.is_main_process else contextlib.nullcontext():
+        if state.is_main_process:
+            remove_leftovers(out)
+            prepare(config, out)
+        state.wait_for_everyone()
+        if (out / "manifest.json").is_file():
+            return out
+        plan = read_plan(out)
+        run_shards(config, out, plan, rank=state.process_index, world=state.num_processes)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            write_manifest(out, plan)
+        state.wait_for_everyone()
+    return out
+
+
+def prepare(config: DumpConfig, out: Path) -> tuple[Plan, Tokens]:
+    """Make and write the plan, or take the folder's own if it is of the same settings."""
+    loaded = load_config(config.target)
+    dtype = target_dtype(config.target, loaded)
+    settings = settings_of(config, dtype=dtype, batch_tokens=_batch_tokens(config))
+    ours = fingerprint(config.target)
+    is_new = not (out / "plan.json").is_file()
+    if is_new:
+        plan, tokens = make_plan(
+            config,
+            load_tokenizer(config.target),
+            fingerprint=ours,
+            settings=settings,
+            text_config=loaded.get_text_config(),
+            dtype=dtype,
+        )
+    else:
+        plan = read_plan(out)
+        differences = settings_differences(settings, plan.settings)
+        check_same(out, differences + fingerprint_differences(ours, plan.fingerprint))
+        tokens = read_tokens(out, plan, checksum=True)
+    log.info(
+        "plan: %s sequences, %s tokens, %s pairs supervised (%.1f %%), %d shards",
+        f"{len(plan.sequence_ids):,}",
+        f"{plan.num_tokens:,}",
+        f"{plan.num_supervised:,}",
+        100 * plan.num_supervised / plan.num_tokens,
+        len(plan.shards),
+    )
+    records = [shard_record(out, index, checksum=False) for index in range(len(plan.shards))]
+    finished = [record["bytes"] for record in records if record is not None]
+    if len(finished) == len(records) and (out / "manifest.json").is_file():
+        log.info("%s is finished: nothing to do.", out)
+        return plan, tokens
+    if (out / "manifest.json").is_file() and not config.dry_run:
+        broken = [str(index) for index, record in enumerate(records) if record is None]
+        log.warning("shards %s of %s are damaged: done again.", ", ".join(broken), out)
+        (out / "manifest.json").unlink()
+    check_space(out, plan, done=sum(finished))
+    if is_new and not config.dry_run:
+        write_plan(out, plan, tokens)
+    return plan, tokens
+
+
+def run_shards(config: DumpConfig, out: Path, plan: Plan, *, rank: int, world: int) -> None:
+    """Do the unfinished ones of shards rank, rank + world, …; a thread writes what is done."""
+    tokens = read_tokens(out, plan)
+    todo = _unfinished(out, plan, rank=rank, world=world)
+    if not todo:
+        return
+    target = _start(config, out, plan, tokens, todo, world=world)
+    with _progress(out, plan, tokens, todo, rank=rank) as advance, ThreadPoolExecutor(1) as thread:
+        writing: Future[None] | None = None
+        for index in todo:
+            features, statistics = shard_features(target, plan, tokens, index, advance=advance)
+            if writing is not None:
+                writing.result()  # one shard in flight; an error of the thread is raised here
+            writing = thread.submit(write, out, plan, tokens, index, features, statistics)
+        if writing is not None:
+            writing.result()
+
+
+def write_manifest(out: Path, plan: Plan) -> None:
+    """Write what makes the cache valid. Nothing in it depends on time or on who did the work."""
+    records = [shard_record(out, index, checksum=False) for index in range(len(plan.shards))]
+    missing = [str(index) for index, record in enumerate(records) if record is None]
+    if missing:
+        raise RuntimeError(f"Shards {', '.join(missing)} of {out} are not there. Run it again.")
+    manifest: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "fingerprint": plan.fingerprint,
+        "settings": plan.settings,
+        "hidden_size": plan.hidden_size,
+        "feature_dtype": plan.feature_dtype,
+        "num_sequences": len(plan.sequence_ids),
+        "num_tokens": plan.num_tokens,
+        "num_supervised": plan.num_supervised,
+        "origin": {"command": "python -m scripts.dump_features", "versions": plan.versions},
+        "shards": records,
+    }
+    write_json(out / "manifest.json", manifest)
+    log.info("%s is finished. Next: python -m scripts.train_head features=%s", out, out)
+
+
+def _start(
+    config: DumpConfig, out: Path, plan: Plan, tokens: Tokens, todo: list[int], *, world: int
+) -> Target:
+    """Load the target, check its output head on the first batch, and say how long it will take."""
+    target = load_target(config.target)
+    batches = batches_of(plan, tokens, todo[0])
+    check_output_head(target, padded(tokens, batches[0])[0])
+
+    middle = batches[len(batches) // 2]
+    input_ids, _ = padded(tokens, middle)
+    started = time.monotonic()
+    target.features(input_ids.to(target.device))[..., :1].cpu()  # waits for the device
+    rate = world * int(tokens.lengths[middle].sum()) / (time.monotonic() - started)
+    if PartialState().is_main_process:
+        left = _num_tokens(plan, tokens, _unfinished_of_all(out, plan))
+        log.info(
+            "time: %s tokens / %s tokens/s (%d x %s, %s, batches of %s tokens) = about %s",
+            f"{left:,}",
+            f"{rate:,.0f}",
+            world,
+            target.device,
+            target.dtype,
+            f"{plan.settings['batch_tokens']:,}",
+            timedelta(seconds=round(left / rate)),
+        )
+    return target
+
+
+def _unfinished(out: Path, plan: Plan, *, rank: int, world: int) -> list[int]:
+    mine = range(rank, len(plan.shards), world)
+    some_are_there = any(shard_record(out, index, checksum=False) for index in mine)
+    checked = tqdm(mine, desc="check shards", disable=rank != 0 or not some_are_there, delay=1)
+    todo = [index for index in checked if shard_record(out, index, checksum=True) is None]
+    if rank == 0 and len(todo) < len(mine):
+        whose = "" if world == 1 else " of this process"
+        log.info("resume: %d of %d shards%s are done", len(mine) - len(todo), len(mine), whose)
+    return todo
+
+
+def _unfinished_of_all(out: Path, plan: Plan) -> list[int]:
+    shards = range(len(plan.shards))
+    return [index for index in shards if shard_record(out, index, checksum=False) is None]
+
+
+def _num_tokens(plan: Plan, tokens: Tokens, shards: list[int]) -> int:
+    bounds = [plan.shards[index] for index in shards]
+    return sum(int(tokens.offsets[last] - tokens.offsets[first]) for first, last in bounds)
+
+
+@contextlib.contextmanager
+def _progress(
+    out: Path, plan: Plan, tokens: Tokens, todo: list[int], *, rank: int
+) -> Iterator[Any]:
+    """A bar over the tokens of all processes: each is taken to be as fast as the first."""
+    own = _num_tokens(plan, tokens, todo)
+    total = max(_num_tokens(plan, tokens, _unfinished_of_all(out, plan)), own)
+    bar = tqdm(
+        total=total, desc="dump", unit=" tokens", unit_scale=True, mininterval=1, disable=rank != 0
+    )
+    done = 0
+
+    def advance(num_tokens: int) -> None:
+        nonlocal done
+        done += num_tokens
+        bar.update(round(total * done / own) - bar.n)
+
+    with bar:
+        yield advance
+
+
+def _batch_tokens(config: DumpConfig) -> int:
+    device = target_device(config.target).type
+    default = BATCH_TOKENS["cpu" if device == "cpu" else "accelerator"]
+    return default if config.batch_tokens is None else config.batch_tokens
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Hold the folder against a second dump; the kernel lets go of it when this process dies."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(
+                f"Another dump is writing into {out}. Wait for it, or give another out=FOLDER."
+            ) from None
+        yield

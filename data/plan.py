@@ -1,0 +1,295 @@
+"""The plan of a dump: every token, and which shard it goes to, before the target runs.
+
+It depends on the chats, the target and the settings alone, never on the number of processes.
+"""
+
+import importlib.metadata
+import itertools
+import logging
+import shutil
+from array import array
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from tqdm import tqdm
+
+from data.cache import FORMAT_VERSION, check_version, save_tensors, supervised_counts
+from data.config import DumpConfig
+from data.conversations import Counts, read_conversations
+from data.files import read_json, sha256, write_json
+from data.rendering import TokenSequence, render
+
+log = logging.getLogger(__name__)
+
+MADE_BY = "python -m scripts.dump_features"
+# What a folder may hold before there is a plan: traces of a dump that was stopped while planning.
+LEFTOVERS = ("shards", ".lock", "tokens.safetensors", "*.tmp", ".tmp*")
+TOKEN_BYTES = 4 + 1  # input_ids int32, loss_mask bool
+SHARD_OVERHEAD = 2048  # bytes, at most: safetensors header and the JSON record of one shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What plan.json says."""
+
+    fingerprint: dict[str, str]  # of the target
+    settings: dict[str, Any]  # all that decides the content of the cache
+    versions: dict[str, str]  # of the libraries that made the plan
+    counts: dict[str, Any]  # conversations read, dropped and mended, by reason
+    hidden_size: int
+    feature_dtype: str
+    num_tokens: int
+    num_supervised: int
+    tokens_sha256: str  # of tokens.safetensors
+    sequence_ids: list[str]
+    shards: list[list[int]]  # [first, last) sequence of each shard
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.hidden_size * getattr(torch, self.feature_dtype).itemsize + TOKEN_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole cache: exact for the tensors, rounded up for headers and records."""
+        offsets = 8 * (len(self.sequence_ids) + len(self.shards))
+        tokens = self.num_tokens * TOKEN_BYTES + 8 * (len(self.sequence_ids) + 1)
+        names = sum(len(name.encode()) + 8 for name in self.sequence_ids)
+        overhead = SHARD_OVERHEAD * (len(self.shards) + 2)
+        return self.num_tokens * self.bytes_per_token + offsets + tokens + names + overhead
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """All sequences of a plan, one after the other."""
+
+    input_ids: Tensor  # [N] int32
+    loss_mask: Tensor  # [N] bool
+    offsets: Tensor  # [S+1] int64
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.offsets.diff()
+
+
+def settings_of(config: DumpConfig, *, dtype: torch.dtype, batch_tokens: int) -> dict[str, Any]:
+    """The settings that decide the content of a cache; the chats by content, not by path."""
+    dataset = asdict(config.dataset)
+    dataset.pop("max_dropped")
+    file = Path(config.dataset.path)
+    if file.is_file():
+        dataset["sha256"] = sha256(file)
+    return {
+        **{f"dataset.{key}": value for key, value in dataset.items()},
+        "target.dtype": str(dtype).removeprefix("torch."),
+        "max_length": config.max_length,
+        "shard_tokens": config.shard_tokens,
+        "batch_tokens": batch_tokens,
+    }
+
+
+def settings_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """One readable line for each setting that differs."""
+    same_data = ours.get("dataset.sha256") == theirs.get("dataset.sha256") is not None
+    fields = [k for k in {**theirs, **ours} if not (k == "dataset.path" and same_data)]
+    return [
+        f"{key}: {theirs.get(key)} there, {ours.get(key)} now"
+        for key in fields
+        if ours.get(key) != theirs.get(key)
+    ]
+
+
+def tokenise(tokenizer: Any, config: DumpConfig) -> tuple[list[str], Tokens, Counts]:
+    """Read and render all conversations. Sequences in which nothing is supervised are left out.
+
+    Raises ValueError with the counts by reason if none is left.
+    """
+    counts = Counts()
+    ids: list[str] = []
+    lengths, input_ids, loss_mask = array("q"), array("i"), bytearray()
+    conversations = read_conversations(config.dataset, counts)
+    for conversation in tqdm(conversations, desc="tokenise", unit=" chats", delay=1):
+        rendered = render(tokenizer, conversation, max_length=config.max_length)
+        sequences = [sequence for sequence in rendered if _is_supervised(sequence)]
+        if not sequences:
+            counts.drop("no supervised token within max_length", conversation.id)
+        for sequence in sequences:
+            ids.append(sequence.id)
+            lengths.append(len(sequence.input_ids))
+            input_ids.extend(sequence.input_ids)
+            loss_mask.extend(sequence.loss_mask)
+    if not ids:
+        raise ValueError(
+            f"No supervised token in {config.dataset.path} (max_length {config.max_length}): no "
+            f"conversation has two tokens of one reply to learn from.\n{counts.summary()}"
+        )
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    tokens = Tokens(
+        torch.frombuffer(input_ids, dtype=torch.int32),
+        torch.frombuffer(loss_mask, dtype=torch.bool),
+        offsets,
+    )
+    return ids, tokens, counts
+
+
+def _is_supervised(sequence: TokenSequence) -> bool:
+    mask = sequence.loss_mask
+    return any(first and second for first, second in itertools.pairwise(mask[1:]))
+
+
+def cut_shards(lengths: Iterable[int], shard_tokens: int) -> list[list[int]]:
+    """[first, last) sequence of each shard: in order, up to `shard_tokens` or one sequence."""
+    shards: list[list[int]] = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if not shards or length > room:
+            shards.append([index, index])
+            room = shard_tokens
+        shards[-1][1] = index + 1
+        room -= length
+    return shards
+
+
+def make_plan(
+    config: DumpConfig,
+    tokenizer: Any,
+    *,
+    fingerprint: dict[str, str],
+    settings: dict[str, Any],
+    text_config: Any,
+    dtype: torch.dtype,
+) -> tuple[Plan, Tokens]:
+    """Tokenise everything and cut it into shards. Writes nothing."""
+    ids, tokens, counts = tokenise(tokenizer, config)
+    _check_tokens(tokens, text_config)
+    log.info("%s", counts.summary())
+    supervised = supervised_counts(tokens.loss_mask, tokens.offsets)
+    plan = Plan(
+        fingerprint=fingerprint,
+        settings=settings,
+        versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        counts=counts.to_json(),
+        hidden_size=text_config.hidden_size,
+        # The size of a float32 feature buys nothing: bf16 rounding moves .2 % of the argmaxes.
+        feature_dtype="float16" if dtype == torch.float16 else "bfloat16",
+        num_tokens=len(tokens.input_ids),
+        num_supervised=int(supervised.sum()),
+        tokens_sha256="",
+        sequence_ids=ids,
+        shards=cut_shards(tokens.lengths.tolist(), config.shard_tokens),
+    )
+    return plan, tokens
+
+
+def _check_tokens(tokens: Tokens, text_config: Any) -> None:
+    longest, positions = int(tokens.lengths.max()), text_config.max_position_embeddings
+    if longest > positions:
+        raise ValueError(
+            f"The longest sequence has {longest} tokens, but the target knows {positions} "
+            f"positions (max_position_embeddings). Set max_length={positions} or less."
+        )
+    largest = int(tokens.input_ids.max())
+    if largest >= text_config.vocab_size:
+        raise ValueError(
+            f"The tokenizer gives token {largest}, but the target's vocabulary has "
+            f"{text_config.vocab_size} rows. The tokenizer belongs to another model."
+        )
+
+
+def write_plan(out: Path, plan: Plan, tokens: Tokens) -> Plan:
+    """Write the tokens, then the plan that makes them valid."""
+    file = out / "tokens.safetensors"
+    save_tensors(file, vars(tokens))
+    plan = Plan(**{**vars(plan), "tokens_sha256": sha256(file)})
+    write_json(out / "plan.json", vars(plan))
+    return plan
+
+
+def read_plan(out: Path) -> Plan:
+    """Raises FileNotFoundError or ValueError if there is no plan that this version can read."""
+    record = read_json(out / "plan.json", made_by=MADE_BY)
+    check_version(record, out / "plan.json")
+    return Plan(**record)
+
+
+def read_tokens(out: Path, plan: Plan, *, checksum: bool = False) -> Tokens:
+    """The tokens of a plan, memory-mapped."""
+    file = out / "tokens.safetensors"
+    if not file.is_file() or (checksum and sha256(file) != plan.tokens_sha256):
+        raise ValueError(
+            f"{file} is {'damaged' if file.is_file() else 'missing'}, but {out}/plan.json needs "
+            f"it. Delete {out} and run `{MADE_BY}` again."
+        )
+    return Tokens(**load_file(file))
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a folder that holds something else."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file. Give out=FOLDER, a new or an unfinished one.")
+    if not out.is_dir() or (out / "plan.json").is_file():
+        return
+    ours = {path for pattern in LEFTOVERS for path in out.glob(pattern)}
+    foreign = sorted(path.name for path in out.iterdir() if path not in ours)
+    if foreign or any(out.glob("shards/*")):
+        raise ValueError(
+            f"{out} is not empty and holds no plan.json of a dump, but "
+            f"{', '.join(foreign[:5]) or 'shards'}. Give out=FOLDER, a new or an unfinished one."
+        )
+
+
+def remove_leftovers(out: Path) -> None:
+    """Delete the temporary files of a dump that was killed: ours, and those of safetensors."""
+    for folder in (out, out / "shards"):
+        for pattern in ("*.tmp", ".tmp*"):
+            for file in folder.glob(pattern):
+                file.unlink()
+
+
+def check_same(out: Path, differences: list[str]) -> None:
+    """Refuse to mix two dumps in one folder."""
+    if differences:
+        lines = "\n".join(f"  {line}" for line in differences)
+        raise ValueError(
+            f"{out} holds a dump made with other settings:\n{lines}\n"
+            "Give another out=FOLDER, or the settings of before, or delete that folder."
+        )
+
+
+def check_space(out: Path, plan: Plan, *, done: int) -> None:
+    """Print the size of the cache, and refuse what cannot fit. `done`: bytes already written."""
+    existing = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    missing = max(plan.num_bytes - done, 0)
+    log.info(
+        "disk: %s tokens x (%d x %s + %d) bytes = %s, %s still to write, %s free",
+        f"{plan.num_tokens:,}",
+        plan.hidden_size,
+        plan.feature_dtype,
+        TOKEN_BYTES,
+        readable_size(plan.num_bytes),
+        readable_size(missing),
+        readable_size(free),
+    )
+    margin = missing // 50 + 2**24
+    if missing + margin > free:
+        fitting = int(len(plan.sequence_ids) * max(free - margin, 0) / max(missing, 1) * 0.98)
+        raise ValueError(
+            f"The cache needs {missing:,} more bytes ({readable_size(missing)}) and a margin of "
+            f"{readable_size(margin)}, but {existing} has {free:,} free ({readable_size(free)}). "
+            f"Use fewer conversations (dataset.limit={fitting} would fit), a shorter max_length "
+            f"(now {plan.settings['max_length']}), or out=FOLDER on another disk."
+        )
+
+
+def readable_size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.1f} GB"

@@ -1,0 +1,21 @@
+"""Run the target over chats and keep its features."""
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from conf import HYDRA, prepare
+from data.config import DumpConfig
+
+
+@hydra.main(config_name="dump_features", **HYDRA)
+def main(cfg: DictConfig) -> None:
+    config: DumpConfig = OmegaConf.to_object(cfg)
+
+    from data.dump import dump
+
+    dump(config)
+
+
+if __name__ == "__main__":
+    prepare("dump_features", DumpConfig)
+    main()
