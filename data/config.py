@@ -43,3 +43,14 @@ class DumpConfig:
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1.")
+
+
+@dataclass
+class HeldoutPromptsConfig:
+    """Chats in, the prompts of those that training never saw out."""
+
+    dataset: DatasetConfig = MISSING
+    out: str = MISSING  # prompt file, JSON lines
+    limit: int | None = 80  # prompts; null: all
+    share: float = 0.05  # as in training (heldout.share)
+    seed: int = 0  # as in training (seed)
