@@ -4,14 +4,16 @@
 of our command line into ordinary overrides, so that what is below it is plain Hydra:
 
     recipe=NAME       -> every value of the script's section in conf/recipe/NAME.yaml
-    target=PATH       -> target.path=PATH    unless conf/target/PATH.yaml exists; dataset= likewise
+    target=PATH       -> target.path=PATH    unless conf/target/PATH.yaml exists; dataset= likewise,
+                         where the script's config has a target or data set of its own to describe
 """
 
 import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ HYDRA = {"version_base": "1.3", "config_path": "pkg://conf"}
 def prepare(script: str, schema: type) -> None:
     """Register `schema` as the type of `script`'s config, and expand the shorthands in sys.argv."""
     ConfigStore.instance().store(name=f"{script}_schema", node=schema)
-    sys.argv[1:] = expand(script, sys.argv[1:])
+    groups = {field.name for field in fields(schema) if is_dataclass(field.type)}
+    sys.argv[1:] = expand(script, sys.argv[1:], groups=groups)
 
 
 def task(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -65,15 +68,17 @@ def job_folder(out: str) -> str:
     return f"{out}/{hydra.job.num:03d}" if hydra.mode == RunMode.MULTIRUN else out
 
 
-def expand(script: str, arguments: list[str]) -> list[str]:
+def expand(
+    script: str, arguments: list[str], *, groups: Collection[str] = ("target", "dataset")
+) -> list[str]:
     """Replace `recipe=`, `target=PATH` and `dataset=PATH` by plain overrides.
 
     What the user wrote wins over the recipe. Raises SystemExit naming the recipes there are.
     """
     recipes = [a.partition("=")[2] for a in arguments if a.startswith("recipe=")]
-    rest = [_as_path(a) for a in arguments if not a.startswith("recipe=")]
+    rest = [_as_path(a, groups) for a in arguments if not a.startswith("recipe=")]
     said = {a.partition("=")[0].lstrip("+~") for a in rest}
-    values = [v for name in recipes for v in _recipe(script, name)]
+    values = [v for name in recipes for v in _recipe(script, name, groups)]
     return [v for v in values if v.partition("=")[0] not in said] + rest
 
 
@@ -85,14 +90,14 @@ def _is_ours(error: BaseException) -> bool:
     return any(Path(file).is_relative_to(CONF.parent / package) for package in PACKAGES)
 
 
-def _recipe(script: str, name: str) -> Iterator[str]:
+def _recipe(script: str, name: str, groups: Collection[str]) -> Iterator[str]:
     file = CONF / "recipe" / f"{name}.yaml"
     if not file.is_file():
         known = ", ".join(sorted(f.stem for f in file.parent.glob("*.yaml")))
         sys.exit(f"There is no recipe {name!r}. There are: {known} (files in {file.parent}).")
     sections = yaml.safe_load(file.read_text(encoding="utf-8"))
     for key, value in _flatten(sections.get(script) or {}):
-        yield _as_path(f"{key}={_render(value)}")
+        yield _as_path(f"{key}={_render(value)}", groups)
 
 
 def _flatten(section: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -111,9 +116,9 @@ def _render(value: object) -> str:
     return str(value)
 
 
-def _as_path(argument: str) -> str:
+def _as_path(argument: str, groups: Collection[str]) -> str:
     key, sign, value = argument.partition("=")
-    is_group = (CONF / key).is_dir() and key in ("target", "dataset")
+    is_group = (CONF / key).is_dir() and key in groups
     if not sign or not is_group or (CONF / key / f"{value}.yaml").is_file():
         return argument
     return f"{key}.path={value}"
