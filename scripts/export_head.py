@@ -3,11 +3,12 @@
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from conf import HYDRA, prepare
+from conf import HYDRA, prepare, task
 from train.config import ExportConfig
 
 
 @hydra.main(config_name="export_head", **HYDRA)
+@task
 def main(cfg: DictConfig) -> None:
     config: ExportConfig = OmegaConf.to_object(cfg)
 
