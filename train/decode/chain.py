@@ -21,8 +21,9 @@ class DraftCache:
     """
 
     def __init__(self, head: DraftHead, capacity: int) -> None:
-        config = head.config
-        shape = (config.num_key_value_heads, capacity, config.head_dim)
+        kv_heads, dim = head.config.num_key_value_heads, head.config.head_dim
+        assert kv_heads and dim  # `draft_config` writes both
+        shape = (kv_heads, capacity, dim)
         self.keys = head.fc.weight.new_empty(shape)
         self.values = head.fc.weight.new_empty(shape)
         self.length = 0
