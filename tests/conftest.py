@@ -15,3 +15,25 @@ def target_path(tmp_path_factory) -> Path:
 def chats_path(tmp_path_factory) -> Path:
     """A ShareGPT file of 24 small chats."""
     return save_tiny_chats(tmp_path_factory.mktemp("chats") / "chats.json")
+
+
+@pytest.fixture(scope="session")
+def cache_path(tmp_path_factory, target_path, chats_path) -> Path:
+    """A finished feature cache of the tiny target over the small chats."""
+    from data.config import DatasetConfig, DumpConfig, TargetConfig
+    from data.dump import dump
+
+    config = DumpConfig(
+        target=TargetConfig(path=str(target_path)),
+        dataset=DatasetConfig(path=str(chats_path)),
+        out=str(tmp_path_factory.mktemp("cache") / "features"),
+        shard_tokens=1000,
+    )
+    return dump(config)
+
+
+@pytest.fixture(scope="session")
+def cache(cache_path):
+    from data.cache import FeatureCache
+
+    return FeatureCache(cache_path)
