@@ -1,6 +1,6 @@
 """The settings of the data stages: type, default, unit and one comment each."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from omegaconf import MISSING
 
@@ -14,6 +14,13 @@ class TargetConfig:
     dtype: str = "auto"  # auto (the target's own), bfloat16, float16 or float32
     device: str = "auto"  # auto (a GPU when there is one), cpu, cuda, cuda:1, ...
     trust_remote_code: bool = False  # run Python code that comes with the checkpoint
+
+
+def or_known(config: TargetConfig, fingerprint: dict[str, str]) -> TargetConfig:
+    """`config`, or, if it has no path, where `fingerprint` says that the target lay."""
+    if config.path:
+        return config
+    return replace(config, path=fingerprint["path"], revision=fingerprint["revision"] or None)
 
 
 @dataclass

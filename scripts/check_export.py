@@ -12,7 +12,7 @@ from train.config import CheckConfig
 @hydra.main(config_name="check_export", **HYDRA)
 @task
 def main(cfg: DictConfig) -> None:
-    config: CheckConfig = OmegaConf.to_object(cfg)
+    config: CheckConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
     from train.check import check
 

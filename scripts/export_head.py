@@ -10,7 +10,7 @@ from train.config import ExportConfig
 @hydra.main(config_name="export_head", **HYDRA)
 @task
 def main(cfg: DictConfig) -> None:
-    config: ExportConfig = OmegaConf.to_object(cfg)
+    config: ExportConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
     from train.export import export
 

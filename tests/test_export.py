@@ -241,8 +241,9 @@ def test_an_export_replaces_an_older_one_whole(run_path, tmp_path):
 def test_another_target_is_refused_with_the_fields_that_differ(run_path, tmp_path):
     other = save_tiny_target(tmp_path / "other", seed=7)
 
+    elsewhere = TargetConfig(path=str(other))
     with pytest.raises(ValueError, match=r"is not the target that .* was trained for: weights"):
-        export(ExportConfig(checkpoint=str(run_path), target=str(other), out=f"{tmp_path}/out"))
+        export(ExportConfig(checkpoint=str(run_path), target=elsewhere, out=f"{tmp_path}/out"))
 
     assert not (tmp_path / "out").exists()
 
@@ -250,7 +251,8 @@ def test_another_target_is_refused_with_the_fields_that_differ(run_path, tmp_pat
 def test_a_target_that_has_moved_is_found_where_the_user_says(run_path, target_path, tmp_path):
     moved = shutil.copytree(target_path, tmp_path / "moved")
 
-    out = export(ExportConfig(checkpoint=str(run_path), target=str(moved), out=f"{tmp_path}/out"))
+    target = TargetConfig(path=str(moved))
+    out = export(ExportConfig(checkpoint=str(run_path), target=target, out=f"{tmp_path}/out"))
 
     assert serve_command(out, str(moved), "vllm") in (out / "README.md").read_text()
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from data.prompts import prompt_ids, read_prompts
 
 from data.config import TargetConfig
 from data.files import write_json
+from data.prompts import prompt_ids, read_prompts
 from data.target import (
     Target,
     fingerprint,

@@ -42,7 +42,8 @@ class TrainConfig:
 
     features: str = MISSING  # folder of the feature cache
     out: str = MISSING  # folder of the run
-    target: str | None = None  # where the target's matrices are; null: where the cache says
+    # The target's matrices are read from here; an empty path: where the cache says.
+    target: TargetConfig = field(default_factory=lambda: TargetConfig(path=""))
     head: HeadConfig = field(default_factory=HeadConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     heldout: HeldoutConfig = field(default_factory=HeldoutConfig)
@@ -75,7 +76,8 @@ class ExportConfig:
     checkpoint: str = MISSING  # folder of a run (its best checkpoint) or of one checkpoint
     engine: str = "vllm"  # vllm or sglang
     out: str | None = None  # null: RUN/export/ENGINE
-    target: str | None = None  # where the target is; null: where the checkpoint says
+    # An empty path: where the checkpoint says.
+    target: TargetConfig = field(default_factory=lambda: TargetConfig(path=""))
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
-from data.config import TargetConfig
+from data.config import TargetConfig, or_known
 from data.files import atomic_folder, read_json, write_json
 from data.target import (
     TargetHead,
@@ -153,10 +153,7 @@ def _read_target(
     config: ExportConfig, record: dict, checkpoint: Path
 ) -> tuple[TargetConfig, PretrainedConfig, TargetHead]:
     known = record["fingerprint"]
-    target = TargetConfig(
-        path=config.target or known["path"],
-        revision=None if config.target else known["revision"] or None,
-    )
+    target = or_known(config.target, known)
     differences = fingerprint_differences(fingerprint(target), known)
     if differences:
         raise ValueError(

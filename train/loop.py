@@ -16,8 +16,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from data.batches import PackedBatch, add_noise, pack, plan_epoch, prefetch, split_step
 from data.cache import FeatureCache
-from data.config import TargetConfig
+from data.config import or_known
 from data.files import write_json
+from data.memory import keep_freed_pages
+from data.processes import runs_on_cpu
 from data.split import is_heldout
 from data.target import TargetHead, load_config, read_target_head
 from train.acceptance import ChainCounts, HeldoutDocument, chain_acceptance, prepare_document
@@ -55,13 +57,16 @@ def fit(config: TrainConfig) -> float:
     Raises ValueError for settings, cache or checkpoint that do not fit together,
     FileNotFoundError for a missing cache, RuntimeError for a loss that is not finite.
     """
-    accelerator = Accelerator(gradient_accumulation_steps=1, log_with=config.tracker)
+    accelerator = Accelerator(
+        cpu=runs_on_cpu(), gradient_accumulation_steps=1, log_with=config.tracker
+    )
+    keep_freed_pages(accelerator.device)
     out = Path(config.out)
     cache = FeatureCache(Path(config.features))
     training, heldout = split_cache(cache, config)
     steps = plan_steps(cache, training, config)
 
-    target = TargetConfig(path=config.target or cache.fingerprint["path"])
+    target = or_known(config.target, cache.fingerprint)
     target_head = read_target_head(target).to(accelerator.device)
     torch.manual_seed(config.seed)
     head = DraftHead(
@@ -180,7 +185,7 @@ def run_steps(
         initial=steps[0].number - 1,
         unit="step",
         desc="train",
-        disable=not accelerator.is_main_process,
+        disable=None if accelerator.is_main_process else True,  # None: only on a terminal
     )
     with logging_redirect_tqdm(), bar:
         for _ in steps:
@@ -232,6 +237,7 @@ def train_step(
     returns  [3] smooth-L1, cross-entropy and agreement, means over all processes' pairs; the
              gradient's norm before clipping
     """
+    is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     sums = torch.zeros(3, device=accelerator.device)
     for i, cpu_batch in enumerate(micro_batches):
         is_last = i == len(micro_batches) - 1
@@ -242,13 +248,13 @@ def train_step(
             sums = accelerator.reduce(sums, "sum") / step.num_supervised
             stop_if_not_finite(sums, "loss", config, cache, step)
         accelerator.gradient_state._set_sync_gradients(is_last)  # DeepSpeed steps when it is set
-        with nullcontext() if is_last else accelerator.no_sync(head):
+        with nullcontext() if is_last or is_deepspeed else accelerator.no_sync(head):
             # DDP and ZeRO average over processes, the loss is a sum
             scale = accelerator.num_processes / step.num_supervised
             accelerator.backward(loss.loss * scale)
     norm = accelerator.clip_grad_norm_(head.parameters(), config.max_grad_norm)
     grad_norm = float(norm if norm is not None else math.nan)
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+    if not is_deepspeed:  # its engine has stepped already
         stop_if_not_finite(torch.tensor(grad_norm), "gradient", config, cache, step)
     optimizer.step()
     optimizer.zero_grad()
