@@ -4,7 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class Checkpoint:
         """The whole tensor, in the dtype of the file (float32 from GGUF)."""
         file = _require(self.location, self.files[name])
         if file.suffix == ".gguf":
-            return _read_gguf(self._gguf[name])
+            return _read_gguf(_gguf_tensors(file)[name])
         if file.suffix == ".bin":
             return _load_bin(file)[name]
         from safetensors import safe_open
@@ -98,7 +98,7 @@ class Checkpoint:
         """The first row as the file stores it: enough to tell two checkpoints apart."""
         file = _require(self.location, self.files[name])
         if file.suffix == ".gguf":
-            return self._gguf[name].data[:1].tobytes()
+            return _gguf_tensors(file)[name].data[:1].tobytes()
         if file.suffix == ".bin":
             row = _load_bin(file)[name][:1]
         else:
@@ -108,10 +108,6 @@ class Checkpoint:
                 piece = f.get_slice(name)
                 row = piece[:1] if piece.get_shape() else f.get_tensor(name)
         return row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-    @cached_property
-    def _gguf(self) -> dict[str, Any]:
-        return _gguf_tensors(_require(self.location, str(self.location.gguf_file)))
 
 
 def open_checkpoint(config: TargetConfig) -> Checkpoint:
@@ -169,6 +165,7 @@ def _load_bin(file: Path) -> dict[str, Tensor]:
     return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
+@lru_cache(maxsize=1)  # reading the header, with its vocabulary, takes seconds
 def _gguf_tensors(file: Path) -> dict[str, Any]:
     from gguf import GGUFReader
 
