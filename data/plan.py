@@ -4,7 +4,6 @@ It depends on the chats, the target and the settings alone, never on the number 
 """
 
 import importlib.metadata
-import itertools
 import logging
 import shutil
 from array import array
@@ -22,7 +21,7 @@ from data.cache import FORMAT_VERSION, check_version, save_tensors, supervised_c
 from data.config import DumpConfig
 from data.conversations import Counts, read_conversations
 from data.files import read_json, sha256, write_json
-from data.rendering import TokenSequence, render
+from data.rendering import render_all
 
 log = logging.getLogger(__name__)
 
@@ -113,16 +112,12 @@ def tokenise(tokenizer: Any, config: DumpConfig) -> tuple[list[str], Tokens, Cou
     ids: list[str] = []
     lengths, input_ids, loss_mask = array("q"), array("i"), bytearray()
     conversations = read_conversations(config.dataset, counts)
-    for conversation in tqdm(conversations, desc="tokenise", unit=" chats", delay=1):
-        rendered = render(tokenizer, conversation, max_length=config.max_length)
-        sequences = [sequence for sequence in rendered if _is_supervised(sequence)]
-        if not sequences:
-            counts.drop("no supervised token within max_length", conversation.id)
-        for sequence in sequences:
-            ids.append(sequence.id)
-            lengths.append(len(sequence.input_ids))
-            input_ids.extend(sequence.input_ids)
-            loss_mask.extend(sequence.loss_mask)
+    sequences = render_all(tokenizer, conversations, max_length=config.max_length, counts=counts)
+    for sequence in tqdm(sequences, desc="tokenise", unit=" chats", delay=1):
+        ids.append(sequence.id)
+        lengths.append(len(sequence.input_ids))
+        input_ids.extend(sequence.input_ids)
+        loss_mask.extend(sequence.loss_mask)
     if not ids:
         raise ValueError(
             f"No supervised token in {config.dataset.path} (max_length {config.max_length}): no "
@@ -135,11 +130,6 @@ def tokenise(tokenizer: Any, config: DumpConfig) -> tuple[list[str], Tokens, Cou
         offsets,
     )
     return ids, tokens, counts
-
-
-def _is_supervised(sequence: TokenSequence) -> bool:
-    mask = sequence.loss_mask
-    return any(first and second for first, second in itertools.pairwise(mask[1:]))
 
 
 def cut_shards(lengths: Iterable[int], shard_tokens: int) -> list[list[int]]:

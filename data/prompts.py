@@ -90,7 +90,8 @@ def _prompt(line: str, where: str, number: int) -> Prompt:
     if not isinstance(record, dict):
         raise ValueError(f"{where} is a {type(record).__name__}; {EXPECTED}.")
     texts = record.get("turns", [record.get("prompt")])
-    messages, more_turns = record.get("messages"), []
+    messages: Any = record.get("messages")
+    more_turns: list[str] = []
     if isinstance(texts, list) and texts and all(_is_text(text) for text in texts):
         messages, more_turns = [{"role": "user", "content": texts[0]}], texts[1:]
     if not _is_prompt(messages):
