@@ -25,6 +25,7 @@ from train.decode import (
     speculative_generate,
     stop_ids_of,
 )
+from train.engine_config import dtype_name
 from train.export import load_exported
 from train.head import DraftHead
 from train.report import write_report
@@ -44,7 +45,7 @@ class Answer:
     prompt_tokens: int
     plain: Generation
     drafted: Generation
-    difference: dict[str, Any] | None  # where the two first differ; see `_difference`
+    difference: dict[str, Any] | None  # where the two first differ; see `explain_difference`
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
@@ -63,7 +64,9 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     head = as_served(head, device=target.device, dtype=target.dtype)
 
     prompts = read_prompts(Path(config.prompts), limit=config.limit)
-    log.info("target      %s in %s on %s", config.target.path, _name(target.dtype), target.device)
+    log.info(
+        "target      %s in %s on %s", config.target.path, dtype_name(target.dtype), target.device
+    )
     log.info("prompts     %d of %s", len(prompts), config.prompts)
     too_long: list[str] = []
     answers = list(_answers(config, target, head, prompts, too_long))
@@ -129,7 +132,7 @@ def _answers(
                     prompt_tokens=len(ids),
                     plain=plain,
                     drafted=drafted,
-                    difference=_difference(target, ids, plain.tokens, drafted.tokens),
+                    difference=explain_difference(target, ids, plain.tokens, drafted.tokens),
                 )
                 answer = target.tokenizer.decode(plain.tokens, skip_special_tokens=True)
                 messages.append({"role": "assistant", "content": answer})
@@ -158,7 +161,7 @@ def _both_ways(
 
 
 @torch.inference_mode()
-def _difference(
+def explain_difference(
     target: Target, ids: Tensor, plain: list[int], drafted: list[int]
 ) -> dict[str, Any] | None:
     """Where two answers to one prompt first differ, and whether the target was undecided there.
@@ -200,7 +203,7 @@ def _report(
     return {
         "format_version": FORMAT_VERSION,
         "settings": asdict(config)
-        | {"temperature": 0, "tree": "chain", "batch_size": 1, "dtype": _name(target.dtype)},
+        | {"temperature": 0, "tree": "chain", "batch_size": 1, "dtype": dtype_name(target.dtype)},
         "overall": _summary(answers, config.num_steps),
         "categories": {
             name: _summary(members, config.num_steps) for name, members in by_category.items()
@@ -229,10 +232,10 @@ def _summary(answers: list[Answer], num_steps: int) -> dict[str, Any]:
         "with_head": _seconds([answer.drafted for answer in answers]),
         "without_head": _seconds([answer.plain for answer in answers]),
     }
-    speed = {way: tokens[way] / seconds[way]["total"] for way in tokens}
+    speed = {way: _rate(tokens[way], seconds[way]["total"]) for way in tokens}
     # The first token of an answer comes from the prefill, which no head makes faster.
     later = {
-        way: (tokens[way] - len(answers)) / (seconds[way]["total"] - seconds[way]["prefill"])
+        way: _rate(tokens[way] - len(answers), seconds[way]["total"] - seconds[way]["prefill"])
         for way in tokens
     }
     counts = _counts(accepted, num_steps)
@@ -243,9 +246,9 @@ def _summary(answers: list[Answer], num_steps: int) -> dict[str, Any]:
         **counts.to_json(),
         "acceptance_length_without_bonus": counts.length - 1,
         "tokens_per_second": speed,
-        "speedup": speed["with_head"] / speed["without_head"],
+        "speedup": _rate(speed["with_head"], speed["without_head"]),
         "tokens_per_second_after_prefill": later,
-        "speedup_after_prefill": later["with_head"] / max(later["without_head"], 1e-9),
+        "speedup_after_prefill": _rate(later["with_head"], later["without_head"]),
         "seconds": seconds,
     }
 
@@ -254,6 +257,10 @@ def _counts(accepted: list[int], num_steps: int) -> ChainCounts:
     """How often draft token n was reached (all before it accepted), and accepted."""
     at_least = [sum(count >= n for count in accepted) for n in range(num_steps + 1)]
     return ChainCounts(torch.tensor(at_least[:-1]), torch.tensor(at_least[1:]))
+
+
+def _rate(amount: float, per: float) -> float:
+    return amount / per if amount else 0.0  # nothing after the prefill: no time either
 
 
 def _seconds(generations: list[Generation]) -> dict[str, float]:
@@ -286,7 +293,3 @@ def _machine(target: Target) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
     }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -16,7 +16,7 @@ COUNTING = """\
 Counted as serving engines count. A round is one forward of the target that verifies drafts; the
 first token of an answer comes from the prefill and is no round. α_n is the share of rounds in
 which draft token n was accepted, among those in which 1 ... n-1 were. τ is tokens per round, the
-bonus token that every round yields included: τ = 1 + accepted / rounds; "drafts" is without it.
+bonus token that every round yields included: τ = 1 + accepted / rounds; τ-1 is without it.
 A round counts whole, also where the answer ends inside it. Papers count a first draft token that
 is always accepted: it is the bonus token of the round before."""
 INK, SOFT, ACCENT = "#22272e", "#9aa4b2", "#2f6fab"
@@ -37,7 +37,7 @@ def table(report: dict[str, Any]) -> str:
     """The report for a terminal, about 100 columns wide."""
     settings, overall, machine = report["settings"], report["overall"], report["machine"]
     steps = range(1, settings["num_steps"] + 1)
-    header = ["", "answers", "tokens", "rounds", *(f"α{n}" for n in steps), "τ", "drafts"]
+    header = ["", "answers", "tokens", "rounds", *(f"α{n}" for n in steps), "τ", "τ-1"]
     header += ["with", "without", "ratio"]
     rows = [_row(name, summary) for name, summary in report["categories"].items()]
     total = _row("all", overall)
@@ -51,14 +51,15 @@ def table(report: dict[str, Any]) -> str:
         "",
         *_aligned([header, *rows, total] if len(rows) > 1 else [header, total]),
         "",
-        "accepted  " + ", ".join(_count(overall, n) for n in steps),
-        f"speed     {_speeds(overall, '')}; after the prefill {_speeds(overall, '_after_prefill')}",
+        "accepted  " + (", ".join(_counts(overall)) or "no round"),
+        f"speed     {_speeds(overall, '')}, prefill included",
+        f"          {_speeds(overall, '_after_prefill')}, after the prefill",
         f"time      {_shares(overall)}",
         f"output    {_equality(report)}",
         *(f"          {_explained(difference)}" for difference in report["differences"][:8]),
     ]
     if report["too_long"]:
-        lines.append(f"left out  {len(report['too_long'])} prompts as too long")
+        lines.append(f"left out  {len(report['too_long'])}, as too long")
     lines += [f"WARNING   other target: {line}" for line in report["fingerprint_differences"]]
     return "\n".join([*lines, "", COUNTING])
 
@@ -96,9 +97,9 @@ def _aligned(rows: list[list[str]]) -> list[str]:
     return [speeds, lines[0], rule, *body, lines[-1]]
 
 
-def _count(summary: dict[str, Any], step: int) -> str:
-    accepted, tried = summary["accepted"][step - 1], summary["tried"][step - 1]
-    return f"{accepted} of {tried} at step {step}"
+def _counts(summary: dict[str, Any]) -> list[str]:
+    pairs = zip(summary["accepted"], summary["tried"], strict=True)
+    return [f"{a} of {t} at step {n}" for n, (a, t) in enumerate(pairs, start=1) if t]
 
 
 def _speeds(summary: dict[str, Any], suffix: str) -> str:
