@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -78,13 +78,14 @@ class Checkpoint:
 
     location: Location
     files: dict[str, str]  # tensor name -> name of the file that holds it
+    _paths: dict[str, Path] = field(default_factory=dict)  # of the files used: found once
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, in the dtype of the file (float32 from GGUF)."""
-        file = _require(self.location, self.files[name])
+        file = self._path(self.files[name])
         if file.suffix == ".gguf":
             return _read_gguf(_gguf_tensors(file)[name])
         if file.suffix == ".bin":
@@ -96,7 +97,7 @@ class Checkpoint:
 
     def sample(self, name: str) -> bytes:
         """The first row as the file stores it: enough to tell two checkpoints apart."""
-        file = _require(self.location, self.files[name])
+        file = self._path(self.files[name])
         if file.suffix == ".gguf":
             return _gguf_tensors(file)[name].data[:1].tobytes()
         if file.suffix == ".bin":
@@ -108,6 +109,11 @@ class Checkpoint:
                 piece = f.get_slice(name)
                 row = piece[:1] if piece.get_shape() else f.get_tensor(name)
         return row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    def _path(self, file: str) -> Path:
+        if file not in self._paths:
+            self._paths[file] = _require(self.location, file)
+        return self._paths[file]
 
 
 def open_checkpoint(config: TargetConfig) -> Checkpoint:

@@ -14,7 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
 from tqdm import tqdm
 
 from data.cache import FORMAT_VERSION, shard_record
@@ -34,6 +33,7 @@ from data.plan import (
     settings_of,
     write_plan,
 )
+from data.processes import process_state
 from data.shards import batches_of, padded, shard_features, write
 from data.target import (
     Target,
@@ -60,7 +60,7 @@ def dump(config: DumpConfig) -> Path:
     Raises ValueError for what the user can mend (settings, folder, data, space, features that are
     not finite), and RuntimeError if another dump holds the folder or the outside world fails.
     """
-    state = PartialState(timeout=TIMEOUT)
+    state = process_state(timeout=TIMEOUT)
     out = Path(config.out).expanduser()
     if state.is_main_process:
         check_folder(out)
@@ -182,7 +182,7 @@ def _start(
     started = time.monotonic()
     target.features(input_ids.to(target.device))[..., :1].cpu()  # waits for the device
     rate = world * int(tokens.lengths[middle].sum()) / (time.monotonic() - started)
-    if PartialState().is_main_process:
+    if process_state().is_main_process:
         left = _num_tokens(plan, tokens, _unfinished_of_all(out, plan))
         log.info(
             "time: %s tokens / %s tokens/s (%d x %s, %s, batches of %s tokens) = about %s",

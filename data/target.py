@@ -21,6 +21,7 @@ from data.families import (
     target_dtype,
 )
 from data.fingerprint import fingerprint, fingerprint_differences
+from data.processes import process_state
 
 __all__ = [
     "Target",
@@ -257,6 +258,4 @@ def target_device(config: TargetConfig) -> torch.device:
     """The device that the target runs on; under a launcher, the GPU of this process."""
     if config.device != "auto":
         return torch.device(config.device)
-    from accelerate import PartialState
-
-    return PartialState().device
+    return process_state().device

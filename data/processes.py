@@ -1,0 +1,28 @@
+"""Which of the processes of a launch this one is."""
+
+import os
+from datetime import timedelta
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+
+
+def process_state(*, timeout: timedelta | None = None) -> PartialState:
+    """The launch as Accelerate sees it; alone, a launch of one process.
+
+    timeout: how long a process may wait for the others; null: the backend's default
+
+    Raises RuntimeError if a launcher started several processes that do not see each other: each
+    would take itself for the main one.
+    """
+    # PartialState, unlike Accelerator, does not read this variable of `accelerate launch --cpu`.
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    state = PartialState(cpu=on_cpu, **({} if timeout is None else {"timeout": timeout}))
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != state.num_processes:
+        raise RuntimeError(
+            f"The launcher started {launched} processes, but Accelerate sees {state.num_processes}."
+            " Start with `accelerate launch --config_file conf/launch/….yaml -m scripts.NAME`."
+        )
+    return state
