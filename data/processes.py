@@ -16,9 +16,7 @@ def process_state(*, timeout: timedelta | None = None) -> PartialState:
     Raises RuntimeError if a launcher started several processes that do not see each other: each
     would take itself for the main one.
     """
-    # PartialState, unlike Accelerator, does not read this variable of `accelerate launch --cpu`.
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    state = PartialState(cpu=on_cpu, **({} if timeout is None else {"timeout": timeout}))
+    state = PartialState(cpu=runs_on_cpu(), **({} if timeout is None else {"timeout": timeout}))
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != state.num_processes:
         raise RuntimeError(
@@ -26,3 +24,12 @@ def process_state(*, timeout: timedelta | None = None) -> PartialState:
             " Start with `accelerate launch --config_file conf/launch/….yaml -m scripts.NAME`."
         )
     return state
+
+
+def runs_on_cpu() -> bool:
+    """What to pass as `cpu=` to accelerate.
+
+    Said openly, so that a launch of several processes forms a group where there is no accelerator.
+    """
+    # PartialState, unlike Accelerator, does not read this variable of `accelerate launch --cpu`.
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()

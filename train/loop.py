@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, parse_flag_from_env
 from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -57,8 +57,10 @@ def fit(config: TrainConfig) -> float:
     Raises ValueError for settings, cache or checkpoint that do not fit together,
     FileNotFoundError for a missing cache, RuntimeError for a loss that is not finite.
     """
+    # cpu=True would switch DeepSpeed off, which finds its device by itself.
+    on_cpu = runs_on_cpu() and not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     accelerator = Accelerator(
-        cpu=runs_on_cpu(), gradient_accumulation_steps=1, log_with=config.tracker
+        cpu=on_cpu, gradient_accumulation_steps=1, log_with=config.tracker
     )
     keep_freed_pages(accelerator.device)
     out = Path(config.out)
