@@ -137,54 +137,65 @@ def _sequence(
     tokenizer: Any, text: ChatText, encoding: Any, max_length: int, notes: dict[str, None]
 ) -> TokenSequence | None:
     """Ids and mask of one text; None, and a note why, if it cannot be used."""
-    ids, offsets = encoding.ids[:max_length], encoding.offsets[:max_length]
     if len(encoding.ids) > max_length:
         notes["cut to max_length"] = None
-    mask = [False] * len(ids)
-    cuts: dict[int, int] = {}  # token that must be cut in two -> the character to cut it at
-    for start, end in text.replies:
-        first, last = _first_after(offsets, start), _first_after(offsets, end)
-        mask[first:last] = [True] * (last - first)
-        if first < last and offsets[first][0] < start:
-            cuts[first] = start
-    written_out = _control_tokens_in_turns(text, ids, offsets, control_tokens(tokenizer))
-    cuts |= {token: offsets[token][0] + 1 for token in written_out}
-    for token in sorted(cuts, reverse=True):  # from the end, so that the indices stay right
-        at, (start, end) = cuts[token], offsets[token]
-        left, right = (
-            part.ids for part in encode(tokenizer, [text.text[start:at], text.text[at:end]])
-        )
-        spelled = [*ids[:token], *left, *right, *ids[token + 1 :]]
-        is_same = tokenizer.decode(spelled) == tokenizer.decode(ids)
-        if is_same:
-            ids = spelled
-            starts_reply = token not in written_out
-            mask[token : token + 1] = [mask[token] and not starts_reply] * len(left) + [
-                mask[token]
-            ] * len(right)
+    ids, offsets = encoding.ids[:max_length], encoding.offsets[:max_length]
+    mask, reaching_in = _mask(text, offsets)
+    written_out = _written_out(text, ids, offsets, control_tokens(tokenizer))
+    for token in sorted(reaching_in.keys() | written_out, reverse=True):  # indices before it hold
+        start, end = offsets[token]
+        cut = reaching_in.get(token, start + 1)  # half a control token is none
+        halves = _cut(tokenizer, ids, token, [text.text[start:cut], text.text[cut:end]])
+        if halves:
+            left, right = halves
+            is_reply = [token in reaching_in or mask[token]] * len(right)
+            mask[token : token + 1] = [mask[token]] * len(left) + is_reply
+            ids[token : token + 1] = left + right
         elif token in written_out:
             notes["control token in the text that cannot be spelled out"] = None
             return None
-        else:
-            mask[token] = False
     if written_out:
         notes["control token in the text spelled out"] = None
     ids, mask = ids[:max_length], mask[:max_length]
-    if not any(a and b for a, b in pairwise(mask)):
+    if not any(first and second for first, second in pairwise(mask)):
         notes["no reply within max_length"] = None
         return None
     return TokenSequence(text.id, ids, mask)
 
 
-def _control_tokens_in_turns(
+def _mask(text: ChatText, offsets: Sequence[Span]) -> tuple[list[bool], dict[int, int]]:
+    """Which tokens lie in a reply, and those that reach into one: token -> where it begins."""
+    mask = [False] * len(offsets)
+    reaching_in = {}
+    for start, end in text.replies:
+        first, last = _first_after(offsets, start), _first_after(offsets, end)
+        if first < last and offsets[first][0] < start:
+            reaching_in[first] = start
+            first += 1
+        mask[first:last] = [True] * (last - first)
+    return mask, reaching_in
+
+
+def _written_out(
     text: ChatText, ids: Sequence[int], offsets: Sequence[Span], control: frozenset[int]
 ) -> set[int]:
-    """Which tokens are control tokens that a turn's text turned into, not the template's own."""
+    """Which tokens are control tokens that come from the text of a turn."""
     starts = [start for start, _ in text.turns]
     found = set()
-    for token, id in enumerate(ids):
-        if id in control:
-            turn = bisect_right(starts, offsets[token][0]) - 1
-            if turn >= 0 and offsets[token][0] < text.turns[turn][1]:
-                found.add(token)
+    for token in (token for token, id in enumerate(ids) if id in control):
+        turn = bisect_right(starts, offsets[token][0]) - 1
+        if turn >= 0 and offsets[token][0] < text.turns[turn][1]:
+            found.add(token)
     return found
+
+
+def _cut(
+    tokenizer: Any, ids: list[int], token: int, parts: list[str]
+) -> tuple[list[int], list[int]] | None:
+    """The ids of a token's two parts; None if they do not stand for the same text here."""
+    # After a control token, because some tokenizers begin a text with a space that is not there.
+    marker = tokenizer.eos_token or ""
+    skip = len(encode(tokenizer, [marker])[0].ids)
+    left, right = (e.ids[skip:] for e in encode(tokenizer, [marker + part for part in parts]))
+    spelled = [*ids[:token], *left, *right, *ids[token + 1 :]]
+    return (left, right) if tokenizer.decode(spelled) == tokenizer.decode(ids) else None
