@@ -61,3 +61,10 @@ class HeldoutPromptsConfig:
     limit: int | None = 80  # prompts; null: all
     share: float = 0.05  # as in training (heldout.share)
     seed: int = 0  # as in training (seed)
+
+
+@dataclass
+class FetchConfig:
+    """Where the demo's target and chats are put."""
+
+    out: str = "checkpoints/demo"  # folder; gets target/ and chats/

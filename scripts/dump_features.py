@@ -3,11 +3,12 @@
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from conf import HYDRA, prepare
+from conf import HYDRA, prepare, task
 from data.config import DumpConfig
 
 
 @hydra.main(config_name="dump_features", **HYDRA)
+@task
 def main(cfg: DictConfig) -> None:
     config: DumpConfig = OmegaConf.to_object(cfg)
 
