@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from data.config import TargetConfig
 from data.files import write_json
@@ -147,7 +148,7 @@ def _decode(
             max_new_tokens=config.max_new_tokens,
             stop_ids=stop_ids,
         )
-        for ids in prompts
+        for ids in tqdm(prompts, desc="ours", unit="prompt")
     ]
     rounds = [count for answer in answers for count in answer.accepted]
     steps = range(1, config.num_steps + 1)
