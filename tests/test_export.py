@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
-from transformers import AutoConfig
+from transformers import AutoConfig, Gemma2Config, Qwen3Config
 
 from data.config import TargetConfig
 from data.files import write_json
@@ -27,6 +27,11 @@ LAYER_TENSORS = {
     "layers.0.mlp.down_proj.weight",
     "layers.0.post_attention_layernorm.weight",
 }
+TINY = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "bos_token_id", "eos_token_id",
+    "pad_token_id",
+)  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -190,6 +195,38 @@ def test_either_rope_spelling_alone_gives_the_same_head(tmp_path, spelling):
     (out / "config.json").write_text(json.dumps(keys))
 
     assert torch.equal(load_exported(out)[0].rotary.inv_freq, both.rotary.inv_freq)
+
+
+def test_the_head_of_a_qwen_target_is_a_llama_layer_with_qwens_rope(tmp_path):
+    config = Qwen3Config(
+        **{k: v for k, v in tiny_llama_config().to_dict().items() if k in TINY},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    run = save_tiny_run(tmp_path / "run", save_tiny_target(tmp_path / "target", config))
+
+    out = export(ExportConfig(checkpoint=str(run)))
+
+    keys = json.loads((out / "config.json").read_text())
+    assert keys["architectures"] == ["LlamaForCausalLM"]
+    assert keys["model_type"] == "llama"
+    assert keys["rope_theta"] == 1e6
+    assert keys["max_position_embeddings"] == 512
+    assert "`qwen3` model" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_target_that_the_engine_cannot_draft_for_is_named(tmp_path, caplog, engine):
+    config = Gemma2Config(
+        **{k: v for k, v in tiny_llama_config().to_dict().items() if k in TINY},
+        final_logit_softcapping=30.0,
+    )
+    run = save_tiny_run(tmp_path / "run", save_tiny_target(tmp_path / "target", config))
+
+    out = export(ExportConfig(checkpoint=str(run), engine=engine))
+
+    assert "no drafting for gemma2 targets" in caplog.text
+    keys = json.loads((out / "config.json").read_text())
+    assert keys.get("final_logit_softcapping") == (30.0 if engine == "sglang" else None)
 
 
 def test_a_head_dim_that_is_not_hidden_over_heads_survives(tmp_path):

@@ -13,8 +13,15 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from train.head import DraftHead
 
+ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 # vLLM puts "Eagle" in front of the name itself; SGLang wants it at the end.
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
+
+# Targets that load but cannot be served with an `eagle` head, by engine version tried.
+UNSERVED = {
+    "vllm": ("0.32", {"gemma2"}),
+    "sglang": ("0.5.23", {"gemma2", "granite", "mixtral", "qwen2_moe"}),
+}
 
 
 def engine_config(

@@ -21,7 +21,14 @@ from data.target import (
 )
 from train.checkpoints import find_checkpoint, load_head
 from train.config import ExportConfig
-from train.engine_config import dtype_name, engine_config, engine_tensors, tensor_problems
+from train.engine_config import (
+    ENGINE_NAMES,
+    UNSERVED,
+    dtype_name,
+    engine_config,
+    engine_tensors,
+    tensor_problems,
+)
 from train.head import DraftHead
 from train.model_card import model_card, serve_command
 
@@ -52,7 +59,17 @@ def export(config: ExportConfig) -> Path:
     log.info("checkpoint  %s, step %s", checkpoint, record["step"])
     log.info("target      %s, %s in %s", target.path, target_config.model_type, dtype_name(dtype))
     if target_config.model_type != "llama":
-        log.info("head        one Llama layer, by design: engines load it beside any target")
+        log.info(
+            "head        one Llama layer, by design: that is what engines build for any target"
+        )
+    tried, unserved = UNSERVED[config.engine]
+    if target_config.model_type in unserved:
+        log.warning(
+            "warning     %s %s has no drafting for %s targets; see whether your version has",
+            ENGINE_NAMES[config.engine],
+            tried,
+            target_config.model_type,
+        )
 
     origin = {
         "format_version": FORMAT_VERSION,

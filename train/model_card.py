@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import read_json
-
-ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+from train.engine_config import ENGINE_NAMES
 
 CARD = """\
 # EAGLE draft head for {target}
