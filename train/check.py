@@ -49,6 +49,7 @@ def check(config: CheckConfig) -> dict[str, Any]:
 
     log.info("ours        decoding %d prompts", len(prompts))
     ours, dtype, stop_ids = _decode(config, head, prompts)
+    torch.cuda.empty_cache()  # the target is gone, and the engine wants the memory
     engine = {}
     for name, folder in (("without_head", None), ("with_head", str(path))):
         request = Request(
@@ -92,6 +93,7 @@ def _check_record(record: dict, config: CheckConfig) -> None:
         raise ValueError(
             f"{config.target.path} is not the target that {config.head} was trained for: "
             + "; ".join(differences)
+            + ". Say where that target is (target=...)."
         )
 
 
@@ -132,10 +134,7 @@ def _max_model_len(config: CheckConfig, prompts: list[list[int]]) -> int:
 def _decode(
     config: CheckConfig, head: DraftHead, prompts: list[list[int]]
 ) -> tuple[Answers, torch.dtype, list[int]]:
-    """Our own answers, the dtype they were computed in, and the stop tokens.
-
-    The target is let go at the end: on a GPU the engine wants the memory.
-    """
+    """Our own answers, the dtype they were computed in, and the stop tokens."""
     target = load_target(config.target)
     stop_ids = sorted(stop_ids_of(target))
     served = as_served(head, device=target.device, dtype=target.dtype)
