@@ -33,3 +33,8 @@ def runs_on_cpu() -> bool:
     """
     # PartialState, unlike Accelerator, does not read this variable of `accelerate launch --cpu`.
     return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+
+
+def leave_launch() -> None:
+    """Close the group of processes, at the very end of a script."""
+    PartialState().destroy_process_group()

@@ -4,6 +4,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from conf import HYDRA, job_folder, prepare, task
+from data.processes import leave_launch
 from train.config import TrainConfig
 
 
@@ -22,3 +23,4 @@ def main(cfg: DictConfig) -> float:
 if __name__ == "__main__":
     prepare("train_head", TrainConfig)
     main()
+    leave_launch()

@@ -101,8 +101,10 @@ def fit(config: TrainConfig) -> float:
         )
     else:
         log.info("%s is finished after %d steps: nothing to do.", out, start)
-    accelerator.end_training()
-    accelerator.free_memory()
+    accelerator.wait_for_everyone()
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.free_memory()  # but the process group stays, for the next job of a --multirun
     best = best_record(out)
     return best["acceptance_length"] if best else 1.0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from data.files import atomic_write, write_json
 
@@ -19,7 +19,7 @@ which draft token n was accepted, among those in which 1 ... n-1 were. τ is tok
 bonus token that every round yields included: τ = 1 + accepted / rounds; τ-1 is without it.
 A round counts whole, also where the answer ends inside it. Papers count a first draft token that
 is always accepted: it is the bonus token of the round before."""
-INK, SOFT, ACCENT = "#22272e", "#9aa4b2", "#2f6fab"
+INK, SOFT, PALE, ACCENT = "#22272e", "#9aa4b2", "#c9d6e4", "#2f6fab"
 
 
 def write_report(report: dict[str, Any], out: Path) -> None:
@@ -171,8 +171,8 @@ def _draw_steps(axes: Axes, overall: dict[str, Any]) -> None:
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.set_xlim(0.4, len(overall["alpha"]) + 0.6)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("draft step")
+    axes.set_xticks(range(1, len(overall["alpha"]) + 1))
+    axes.set_xlabel("draft step", color=INK, fontsize=9)
     _style(axes, "α: accepted, given that all before were", grid="y")
 
 
@@ -182,7 +182,9 @@ def _draw_lengths(axes: Axes, report: dict[str, Any]) -> None:
         (s["acceptance_length"], name) for name, s in report["categories"].items() if s["rounds"]
     )
     lengths, names = [row[0] for row in rows], [row[1] for row in rows]
-    axes.barh(names, lengths, color=ACCENT, height=min(0.6, 0.2 * max(len(rows), 1)))
+    height = min(0.6, 0.2 * len(rows))
+    axes.barh(names, 1, color=PALE, height=height)  # the bonus token, which needs no head
+    axes.barh(names, [length - 1 for length in lengths], left=1, color=ACCENT, height=height)
     for y, length in enumerate(lengths):
         axes.annotate(
             f"{length:.2f}",
@@ -208,8 +210,7 @@ def _draw_lengths(axes: Axes, report: dict[str, Any]) -> None:
     axes.set_ylim(-0.7, max(len(rows), 1) - 0.3 + (len(rows) > 1) * 0.5)
     # Bars start at 0 so that they compare; a round yields 1 to K+1 tokens.
     axes.set_xlim(0, report["settings"]["num_steps"] + 1.3)
-    axes.axvline(1, color=SOFT, linewidth=1)
-    axes.set_xlabel("tokens per target forward (1: nothing accepted)")
+    axes.set_xlabel("tokens per target forward (pale: the bonus token)", color=INK, fontsize=9)
     _style(axes, "τ: acceptance length, bonus token included", grid="x")
 
 
