@@ -10,7 +10,7 @@ from train.config import EvaluateConfig
 @hydra.main(config_name="evaluate_head", **HYDRA)
 @task
 def main(cfg: DictConfig) -> None:
-    config: EvaluateConfig = OmegaConf.to_object(cfg)
+    config: EvaluateConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
     from train.evaluate import evaluate
     from train.report import table
