@@ -29,8 +29,8 @@ FORMAT_VERSION = 1
 RECORD = "checkpoint.json"
 COMMAND = "python -m scripts.train_head"
 # Settings that may differ when a run goes on: they change no update, at most its rounding.
-FREE_SETTINGS = {"features", "out", "target", "micro_batch_tokens", "save_every", "keep"}
-FREE_SETTINGS |= {"log_every", "tracker", "loss.chunk_rows"}
+FREE_SETTINGS = {"features", "out", "micro_batch_tokens", "save_every", "keep", "log_every"}
+FREE_SETTINGS |= {"tracker", "loss.chunk_rows", "target.path", "target.device", "target.revision"}
 
 
 def make_record(step: int, config: TrainConfig, cache: FeatureCache, counts: ChainCounts) -> dict:

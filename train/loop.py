@@ -18,6 +18,7 @@ from data.batches import PackedBatch, add_noise, pack, plan_epoch, prefetch, spl
 from data.cache import FeatureCache
 from data.config import or_known
 from data.files import write_json
+from data.fingerprint import fingerprint, fingerprint_differences
 from data.memory import keep_freed_pages
 from data.processes import runs_on_cpu
 from data.split import is_heldout
@@ -107,6 +108,18 @@ def fit(config: TrainConfig) -> float:
     accelerator.free_memory()  # but the process group stays, for the next job of a --multirun
     best = best_record(out)
     return best["acceptance_length"] if best else 1.0
+
+
+def refuse_another_target(target: TargetConfig, cache: FeatureCache) -> None:
+    """Raise ValueError, naming the fields, unless `target` made the features."""
+    differences = fingerprint_differences(fingerprint(target), cache.fingerprint)
+    if differences:
+        raise ValueError(
+            f"The features in {cache.path} are not those of the target {target.path}:\n  "
+            + "\n  ".join(differences)
+            + "\n(here: the target, there: the cache). Give the target that was dumped "
+            "(target=...), or dump this one with `python -m scripts.dump_features`."
+        )
 
 
 def split_cache(cache: FeatureCache, config: TrainConfig) -> tuple[list[int], list[int]]:
