@@ -10,7 +10,7 @@ from data.config import DumpConfig
 @hydra.main(config_name="dump_features", **HYDRA)
 @task
 def main(cfg: DictConfig) -> None:
-    config: DumpConfig = OmegaConf.to_object(cfg)
+    config: DumpConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
     from data.dump import dump
 

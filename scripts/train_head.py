@@ -12,7 +12,7 @@ from train.config import TrainConfig
 @task
 def main(cfg: DictConfig) -> float:
     """Returns the held-out acceptance length, which a sweeper can maximise."""
-    config: TrainConfig = OmegaConf.to_object(cfg)
+    config: TrainConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
     config.out = job_folder(config.out)
 
     from train.loop import fit  # torch loads only after the config is known to be good

@@ -97,8 +97,6 @@ def test_acceptance_length_is_one_plus_the_sum_of_products():
 
 def test_unsupervised_positions_are_not_tried():
     head, target_head, sequence = make_case(3)
-    nothing = Sequence(
-        sequence.features, sequence.input_ids, torch.zeros_like(sequence.loss_mask)
-    )
+    nothing = Sequence(sequence.features, sequence.input_ids, torch.zeros_like(sequence.loss_mask))
     document = prepare_document(nothing, target_head, CPU)
     assert chain_acceptance(head, target_head, [document], num_steps=3).tried.tolist() == [0, 0, 0]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from torch.testing import assert_close
 
 from train.checkpoints import find_checkpoint, load_head
 from train.config import HeadConfig, HeldoutConfig, LossConfig, TrainConfig
-from train.loop import fit, learning_rate
+from train.loop import fit
+from train.plan import learning_rate
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -175,7 +177,7 @@ def test_the_learning_rate_ends_with_the_run():
     assert max(rates) == 1.0 == rates[9]
     assert rates[0] == pytest.approx(0.1)
     assert 0 < rates[-1] < 1e-3
-    assert all(later < earlier for earlier, later in zip(rates[9:], rates[10:], strict=False))
+    assert all(later < earlier for earlier, later in pairwise(rates[9:]))
 
 
 def test_old_checkpoints_go_and_the_best_stays(config):

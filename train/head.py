@@ -5,6 +5,7 @@ a checkpoint's tensors are the export's tensors.
 """
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +14,13 @@ from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 
-def draft_config(
-    target: PretrainedConfig, *, intermediate_size: int | None = None
-) -> LlamaConfig:
+def draft_config(target: PretrainedConfig, *, intermediate_size: int | None = None) -> LlamaConfig:
     """The Llama-shaped config of a head for `target`, whatever family the target is.
 
     Heads, widths, RoPE and epsilon are the target's own; a mixture of experts gives its dense
     equivalent width (experts per token x expert width). Raises ValueError if a size is missing.
     """
-    text = target.get_text_config()
+    text: Any = target.get_text_config()
     hidden = text.hidden_size
     num_heads = text.num_attention_heads
     width = intermediate_size or _dense_width(text)
@@ -72,6 +71,7 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         hidden, dim = config.hidden_size, config.head_dim
+        assert dim and config.num_key_value_heads  # draft_config gives both
         self.q_proj = nn.Linear(hidden, config.num_attention_heads * dim, bias=False)
         self.k_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=False)
         self.v_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=False)
@@ -131,6 +131,10 @@ class DraftHead(nn.Module):
         query, key, value = self.query_key_value(x, torch.cat(positions))
         return self.finish(x, packed_attention(query, key, value, lengths))
 
+    @property
+    def layer(self) -> DecoderLayer:
+        return cast(DecoderLayer, self.layers[0])
+
     def fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:
         """`fc([e; f])`, embedding first: [..., H] and [..., H] -> [..., H]."""
         return self.fc(torch.cat([embeddings, features], dim=-1))
@@ -142,7 +146,7 @@ class DraftHead(nn.Module):
         positions: [..., T]  the RoPE position of pair j is j
         returns    query [..., heads, T, d], key and value [..., kv_heads, T, d]
         """
-        attention = self.layers[0].self_attn
+        attention = self.layer.self_attn
         dim = self.config.head_dim
         query, key, value = (
             projection(x).unflatten(-1, (-1, dim)).transpose(-3, -2)
@@ -158,7 +162,7 @@ class DraftHead(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer. x: [..., T, H], attended: [..., heads, T, d] -> [..., T, H]."""
-        layer = self.layers[0]
+        layer = self.layer
         hidden = x + layer.self_attn.o_proj(attended.transpose(-3, -2).flatten(-2))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 

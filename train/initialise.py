@@ -40,7 +40,6 @@ def regression_init(
             break
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())
     weight.copy_(torch.linalg.solve(gram, cross).T)
-    layer = head.layers[0]
-    layer.self_attn.o_proj.weight.zero_()
-    layer.mlp.down_proj.weight.zero_()
+    head.layer.self_attn.o_proj.weight.zero_()
+    head.layer.mlp.down_proj.weight.zero_()
     log.info("head.init=regression: fc fitted to %d supervised pairs by least squares", seen)

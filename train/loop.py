@@ -4,7 +4,6 @@ import logging
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,14 +13,13 @@ from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from data.batches import PackedBatch, add_noise, pack, plan_epoch, prefetch, split_step
+from data.batches import PackedBatch, add_noise, pack, prefetch, split_step
 from data.cache import FeatureCache
-from data.config import or_known
+from data.config import TargetConfig, or_known
 from data.files import write_json
 from data.fingerprint import fingerprint, fingerprint_differences
 from data.memory import keep_freed_pages
 from data.processes import runs_on_cpu
-from data.split import is_heldout
 from data.target import TargetHead, load_config, read_target_head
 from train.acceptance import ChainCounts, HeldoutDocument, chain_acceptance, prepare_document
 from train.checkpoints import (
@@ -37,19 +35,10 @@ from train.head import DraftHead, draft_config
 from train.initialise import regression_init
 from train.loss import LossSums, distillation_loss
 from train.metrics import Metrics, describe_run
+from train.plan import Step, learning_rate, plan_steps, split_cache
 
 log = logging.getLogger(__name__)
 ESTIMATES_A_RUN = 10  # held-out estimates and checkpoints when save_every is null
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step: a set of sequences, the same whatever the number of processes."""
-
-    number: int  # from 1
-    epoch: int  # from 0
-    sequences: list[int]  # indices in the cache
-    num_supervised: int  # pairs, over all processes
 
 
 def fit(config: TrainConfig) -> float:
@@ -60,9 +49,7 @@ def fit(config: TrainConfig) -> float:
     """
     # cpu=True would switch DeepSpeed off, which finds its device by itself.
     on_cpu = runs_on_cpu() and not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-    accelerator = Accelerator(
-        cpu=on_cpu, gradient_accumulation_steps=1, log_with=config.tracker
-    )
+    accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_steps=1, log_with=config.tracker)
     keep_freed_pages(accelerator.device)
     out = Path(config.out)
     cache = FeatureCache(Path(config.features))
@@ -70,6 +57,7 @@ def fit(config: TrainConfig) -> float:
     steps = plan_steps(cache, training, config)
 
     target = or_known(config.target, cache.fingerprint)
+    refuse_another_target(target, cache)
     target_head = read_target_head(target).to(accelerator.device)
     torch.manual_seed(config.seed)
     head = DraftHead(
@@ -120,54 +108,6 @@ def refuse_another_target(target: TargetConfig, cache: FeatureCache) -> None:
             + "\n(here: the target, there: the cache). Give the target that was dumped "
             "(target=...), or dump this one with `python -m scripts.dump_features`."
         )
-
-
-def split_cache(cache: FeatureCache, config: TrainConfig) -> tuple[list[int], list[int]]:
-    """Sequences to train on, and held-out ones (up to heldout.max_tokens), by conversation."""
-    share, seed = config.heldout.share, config.seed
-    training, heldout, room = [], [], config.heldout.max_tokens or cache.manifest["num_tokens"]
-    for index, name in enumerate(cache.ids):
-        if not int(cache.num_supervised[index]):
-            continue
-        if not is_heldout(name, share=share, seed=seed):
-            training.append(index)
-        elif room > 0:
-            heldout.append(index)
-            room -= int(cache.lengths[index])
-    if not training:
-        raise ValueError(
-            f"{cache.path} has {len(cache)} sequences, and none with a supervised position is left "
-            f"to train on (heldout.share={share}). Dump more conversations or lower the share."
-        )
-    return training, heldout
-
-
-def plan_steps(cache: FeatureCache, training: list[int], config: TrainConfig) -> list[Step]:
-    """Every optimizer step of the run. Depends on nothing but the cache and the settings."""
-    steps: list[Step] = []
-    epoch = 0
-    while epoch < config.epochs if config.max_steps is None else len(steps) < config.max_steps:
-        cut = plan_epoch(
-            training,
-            cache.lengths,
-            seed=config.seed,
-            epoch=epoch,
-            batch_tokens=config.batch_tokens,
-        )
-        for sequences in cut:
-            count = int(cache.num_supervised[sequences].sum())
-            steps.append(Step(len(steps) + 1, epoch, sequences, count))
-        epoch += 1
-    return steps[: config.max_steps]
-
-
-def learning_rate(step: int, total: int, config: TrainConfig) -> float:
-    """Linear warm-up, then a cosine that reaches zero with the run's last step. step: from 1."""
-    warmup = config.warmup if config.warmup >= 1 else config.warmup * total
-    if step <= warmup:
-        return config.lr * step / warmup
-    progress = (step - warmup) / max(1.0, total - warmup + 1)
-    return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def run_steps(
@@ -222,7 +162,7 @@ def run_steps(
                 counts = estimate(accelerator, config, target_head, head, documents)
                 metrics.add_acceptance(step.number, counts)
                 record = make_record(step.number, config, cache, counts)
-                if accelerator.is_main_process:
+                if accelerator.is_main_process and documents:
                     note_best(out, step.number, counts)
                 save_checkpoint(
                     out,
@@ -312,7 +252,7 @@ def estimate(
 ) -> ChainCounts:
     """Acceptance on the held-out documents of all processes."""
     num_steps = config.heldout.num_steps
-    model: DraftHead = accelerator.unwrap_model(head)  # type: ignore[assignment]
+    model: DraftHead = accelerator.unwrap_model(head)
     counts = chain_acceptance(model, target_head, documents, num_steps=num_steps)
     both = torch.stack([counts.tried, counts.accepted]).to(accelerator.device)
     tried, accepted = accelerator.reduce(both, "sum").cpu()

@@ -9,7 +9,6 @@ import time
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -20,9 +19,7 @@ from data.files import write_json
 from train.acceptance import ChainCounts
 from train.config import TrainConfig
 from train.head import DraftHead
-
-if TYPE_CHECKING:
-    from train.loop import Step
+from train.plan import Step
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +43,7 @@ class Metrics:
 
     def add(
         self,
-        step: "Step",
+        step: Step,
         sums: Tensor,
         *,
         grad_norm: float,
