@@ -8,6 +8,7 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data.config import FetchConfig
 from data.files import atomic_folder, atomic_write, write_json
@@ -93,7 +94,7 @@ def _convert(file: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     log.info("convert %s to float32 (half a minute)", file.name)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)

@@ -8,7 +8,7 @@ import contextlib
 import fcntl
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -66,13 +66,13 @@ def dump(config: DumpConfig) -> Path:
         check_folder(out)
     if config.dry_run:
         if state.is_main_process:
-            plan, tokens = prepare(config, out)
+            plan, tokens = prepare_dump(config, out)
             _start(config, out, plan, tokens, list(range(len(plan.shards))), world=1)
         return out
     with _locked(out) if state.is_main_process else contextlib.nullcontext():
         if state.is_main_process:
             remove_leftovers(out)
-            prepare(config, out)
+            prepare_dump(config, out)
         state.wait_for_everyone()
         if (out / "manifest.json").is_file():
             return out
@@ -85,7 +85,7 @@ def dump(config: DumpConfig) -> Path:
     return out
 
 
-def prepare(config: DumpConfig, out: Path) -> tuple[Plan, Tokens]:
+def prepare_dump(config: DumpConfig, out: Path) -> tuple[Plan, Tokens]:
     """Make and write the plan, or take the folder's own if it is of the same settings."""
     loaded = load_config(config.target)
     dtype = target_dtype(config.target, loaded)
@@ -136,9 +136,23 @@ def run_shards(config: DumpConfig, out: Path, plan: Plan, *, rank: int, world: i
     if not todo:
         return
     target = _start(config, out, plan, tokens, todo, world=world)
-    with _progress(out, plan, tokens, todo, rank=rank) as advance, ThreadPoolExecutor(1) as thread:
+    with _progress(out, plan, tokens, todo, rank=rank) as advance:
+        do_shards(target, out, plan, tokens, todo, advance=advance)
+
+
+def do_shards(
+    target: Target,
+    out: Path,
+    plan: Plan,
+    tokens: Tokens,
+    shards: Iterable[int],
+    *,
+    advance: Callable[[int], None],
+) -> None:
+    """Compute and write `shards`; `advance` is told the number of tokens of each batch."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
         writing: Future[None] | None = None
-        for index in todo:
+        for index in shards:
             features, statistics = shard_features(target, plan, tokens, index, advance=advance)
             if writing is not None:
                 writing.result()  # one shard in flight; an error of the thread is raised here
@@ -221,7 +235,7 @@ def _num_tokens(plan: Plan, tokens: Tokens, shards: list[int]) -> int:
 @contextlib.contextmanager
 def _progress(
     out: Path, plan: Plan, tokens: Tokens, todo: list[int], *, rank: int
-) -> Iterator[Any]:
+) -> Iterator[Callable[[int], None]]:
     """A bar over the tokens of all processes: each is taken to be as fast as the first."""
     own = _num_tokens(plan, tokens, todo)
     total = max(_num_tokens(plan, tokens, _unfinished_of_all(out, plan)), own)
