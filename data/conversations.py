@@ -109,7 +109,7 @@ def read_conversations(config: DatasetConfig, counts: Counts) -> Iterator[Conver
         raise FileNotFoundError(
             f"dataset.path is {path}, which is not a file. It must hold {RECORD}."
         )
-    seen: set[str] = set()
+    seen: dict[str, int] = {}  # id -> how often
     for record in read_records(path, allow_truncated=config.allow_truncated):
         counts.read += 1
         conversation = _conversation(record, counts)
@@ -133,14 +133,14 @@ def _check_dropped(config: DatasetConfig, num_used: int, counts: Counts) -> None
         )
 
 
-def _unique(conversation: Conversation, seen: set[str], counts: Counts) -> Conversation:
-    name, number = conversation.id, 1
-    while name in seen:
-        number += 1
-        name = with_suffix(conversation.id, str(number))
-    if number > 1:
-        counts.mend("repeated id", conversation.id)
-    seen.add(name)
+def _unique(conversation: Conversation, seen: dict[str, int], counts: Counts) -> Conversation:
+    name = conversation.id
+    if name in seen:
+        counts.mend("repeated id", name)
+    while name in seen:  # once, unless the file itself holds such ids
+        seen[conversation.id] += 1
+        name = with_suffix(conversation.id, str(seen[conversation.id]))
+    seen[name] = 1
     return Conversation(name, conversation.turns)
 
 

@@ -1,6 +1,7 @@
 """JSON arrays and JSON lines of any size, one record at a time."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -122,8 +123,15 @@ class _Window:
             self._more()
 
     def _may_go_on(self, error: json.JSONDecodeError) -> bool:
-        # An escape or a literal is at most 12 characters long; a string has any length.
-        return error.pos >= len(self.text) - 12 or error.msg.startswith("Unterminated string")
+        """Whether the text only lacks what comes next, and is not wrong so far."""
+        rest = self.text[error.pos :]
+        if error.msg.startswith("Unterminated string"):
+            return True
+        if error.msg.startswith("Invalid"):  # an escape, of up to two times 6 characters
+            return len(rest) < 12
+        return _PART.fullmatch(rest) is not None or any(word.startswith(rest) for word in _WORDS)
 
 
 _DECODE = json.JSONDecoder().raw_decode
+_PART = re.compile(r"\s*|[-+.eE0-9]+")  # nothing, or some of a number
+_WORDS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
