@@ -14,9 +14,15 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from data.batches import add_noise, pack
+from data.config import TargetConfig
+from data.target import load_config, read_target_head
 from train.checkpoints import find_checkpoint, load_head
 from train.config import HeadConfig, HeldoutConfig, LossConfig, TrainConfig
+from train.head import DraftHead, draft_config
 from train.loop import fit
+from train.loss import distillation_loss
+from train.plain import plain_loss
 from train.plan import learning_rate
 
 ROOT = Path(__file__).parent.parent
@@ -212,3 +218,27 @@ def test_a_start_by_regression_predicts_before_any_training(config, cache, tmp_p
     fit(fitted)
     assert losses(fitted.out)[0][1] < 0.7 * losses(slow.out)[0][1]
     assert all(math.isfinite(v) for v in losses(fitted.out)[0])
+
+
+@pytest.mark.parametrize("sequences", [[0], [3, 0, 5, 9]])
+def test_packed_training_equals_padded_training_in_loss_and_gradient(cache, target_path, sequences):
+    """train/plain.py pads, masks and holds all logits; the sum and its gradient are the same."""
+    target = TargetConfig(path=str(target_path))
+    target_head = read_target_head(target).double()
+    torch.manual_seed(0)
+    head = DraftHead(draft_config(load_config(target))).double()
+    batch = pack(cache, sequences)
+    noisy = add_noise(batch, kind="paper", width=0.1, seed=0, epoch=0).double()
+    weights = {"l1_weight": 1.0, "ce_weight": 0.1}
+
+    predicted = head(target_head.embed(batch.next_ids), noisy, batch.lengths)
+    ours = distillation_loss(
+        predicted[batch.supervised], batch.target_features, target_head, **weights
+    ).loss
+    ours_gradient = torch.autograd.grad(ours, list(head.parameters()))
+    plain = plain_loss(head, target_head, batch, noisy, **weights)
+    plain_gradient = torch.autograd.grad(plain, list(head.parameters()))
+
+    assert_close(ours, plain, rtol=1e-9, atol=1e-9)
+    for a, b in zip(ours_gradient, plain_gradient, strict=True):
+        assert_close(a, b, rtol=1e-6, atol=1e-9)
