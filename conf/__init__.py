@@ -21,6 +21,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 CONF = Path(__file__).parent
 PACKAGES = ("conf", "data", "scripts", "train")
@@ -44,6 +45,12 @@ def task(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(function)
     def wrapped(cfg: Any) -> Any:
         start_log()
+        if missing := sorted(OmegaConf.missing_keys(cfg)):
+            example = missing[0].removesuffix(".path")
+            sys.exit(
+                f"error: {', '.join(missing)} must be given, as {example}=...; --help shows all "
+                "settings, and recipe=NAME sets those of a whole run."
+            )
         try:
             return function(cfg)
         except (ValueError, OSError, RuntimeError, ImportError) as error:

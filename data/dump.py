@@ -7,6 +7,7 @@ ends byte-identical to one that was not, whatever the number of processes.
 import contextlib
 import fcntl
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -240,7 +241,12 @@ def _progress(
     own = _num_tokens(plan, tokens, todo)
     total = max(_num_tokens(plan, tokens, _unfinished_of_all(out, plan)), own)
     bar = tqdm(
-        total=total, desc="dump", unit=" tokens", unit_scale=True, mininterval=1, disable=rank != 0
+        total=total,
+        desc="dump",
+        unit=" tokens",
+        unit_scale=True,
+        mininterval=1 if sys.stderr.isatty() else 30,  # a log file wants fewer lines
+        disable=rank != 0,
     )
     done = 0
 

@@ -21,6 +21,7 @@ from data.families import (
     target_dtype,
 )
 from data.fingerprint import fingerprint, fingerprint_differences
+from data.memory import keep_freed_pages
 from data.processes import process_state
 
 __all__ = [
@@ -129,6 +130,7 @@ def load_target(config: TargetConfig) -> Target:
     location = locate(config)
     loaded = load_config(config)
     dtype, device = target_dtype(config, loaded), target_device(config)
+    keep_freed_pages(device)
     arguments: dict[str, Any] = dict(location.arguments)
     if getattr(loaded.get_text_config(), "attn_logit_softcapping", None) is not None:
         # Gemma 2: the fused attention of PyTorch leaves the cap of its attention logits out.
