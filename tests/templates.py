@@ -84,6 +84,12 @@ THOUGHT_ONLY_WHEN_SERVED = (
     "{% else %}{{ '<|assistant|>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
 )
+# gpt-oss: what ends a reply is another token once more turns follow.
+OTHER_END_IN_HISTORY = (
+    "{% for m in messages %}{{ '<|start|>' + m.role + '<|header|>' + m.content }}"
+    "{{ eos_token if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|header|>{% endif %}"
+)
 
 MARKERS = [BOS, EOS, END, "<|start|>", "<|header|>", "<|user|>", "<|assistant|>"]
 # Enough of each for merges across line ends, brackets and spaces.
@@ -94,8 +100,16 @@ TEXT = [
 ]
 
 
-def byte_level(template: str, *, merges: bool, trim_offsets: bool = False, rstrip: bool = False):
-    """GPT-2's kind. Llama 3 trims its offsets; Phi 3's markers swallow the space after them."""
+def byte_level(
+    template: str,
+    *,
+    merges: bool,
+    trim_offsets: bool = False,
+    rstrip: bool = False,
+    special: bool = True,
+):
+    """GPT-2's kind. Llama 3 trims its offsets; Phi 3's markers swallow the space after them; some
+    of Cohere's are added tokens that are not special."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -107,7 +121,7 @@ def byte_level(template: str, *, merges: bool, trim_offsets: bool = False, rstri
     tokenizer.train_from_iterator(TEXT * 9, trainer)
     if trim_offsets:
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    return _wrap(tokenizer, template, rstrip=rstrip)
+    return _wrap(tokenizer, template, rstrip=rstrip, special=special)
 
 
 def metaspace(template: str, *, prepend: str = "first"):
@@ -132,10 +146,14 @@ def metaspace(template: str, *, prepend: str = "first"):
     return _wrap(tokenizer, template)
 
 
-def _wrap(tokenizer: Tokenizer, template: str, *, rstrip: bool = False) -> PreTrainedTokenizerFast:
-    tokenizer.add_special_tokens(
-        [AddedToken(m, normalized=False, special=True, rstrip=rstrip) for m in MARKERS]
-    )
+def _wrap(
+    tokenizer: Tokenizer, template: str, *, rstrip: bool = False, special: bool = True
+) -> PreTrainedTokenizerFast:
+    markers = [
+        AddedToken(m, normalized=False, special=special or m in (BOS, EOS), rstrip=rstrip)
+        for m in MARKERS
+    ]
+    tokenizer.add_tokens(markers)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, chat_template=template
     )

@@ -14,6 +14,7 @@ from tests.templates import (
     END,
     EOS,
     MARKERS,
+    OTHER_END_IN_HISTORY,
     TEMPLATES,
     THINKING,
     THOUGHT_ONLY_WHEN_SERVED,
@@ -193,6 +194,17 @@ def test_chat_without_a_reply_in_reach_is_dropped_and_counted():
     assert counts.dropped == {"no reply within max_length": 1}
 
 
+@pytest.mark.parametrize("chars_per_token", [0, 1, 3, 1000])
+def test_reading_only_the_first_turns_of_long_chats_changes_nothing(monkeypatch, chars_per_token):
+    tokenizer = byte_level(CHATML, merges=True)
+    chats = [chat(*["the cat sits on the mat " * (i + 1)] * 10) for i in range(6)]
+    expected = [s for c in chats for s in render(tokenizer, c, max_length=200)]
+    monkeypatch.setattr("data.rendering.CHARS_PER_TOKEN", chars_per_token)
+    counts = Counts()
+    assert list(render_all(tokenizer, chats, max_length=200, counts=counts)) == expected
+    assert counts.mended == {"cut to max_length": 4}  # two are short
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma", "phi3"])
 def test_system_turn_joins_the_user_where_the_template_has_no_place_for_it(name):
     tokenizer = byte_level(TEMPLATES[name], merges=True)
@@ -214,6 +226,19 @@ def test_template_that_rewrites_history_gives_a_sequence_for_each_reply():
     assert "the cat" not in tokenizer.decode(second.input_ids)  # as a server would have it
     assert first.id != second.id
     assert stem(first.id) == stem(second.id) == stem(conversation.id)
+
+
+def test_other_end_token_in_history_gives_a_sequence_for_each_reply():
+    tokenizer = byte_level(OTHER_END_IN_HISTORY, merges=True)
+    sequences = render(tokenizer, chat("a", "yes", "b", "no"), max_length=LONG)
+    assert [supervised(tokenizer, s) for s in sequences] == [["yes" + EOS], ["no" + EOS]]
+
+
+def test_end_of_turn_need_not_be_a_special_token():
+    tokenizer = byte_level(CHATML, merges=True, special=False)
+    (sequence,) = render(tokenizer, chat("a <|end|>", "yes<|end|>b"), max_length=LONG)
+    assert supervised(tokenizer, sequence) == ["yes<|end|>b<|end|>"]
+    assert sequence.input_ids.count(tokenizer.convert_tokens_to_ids(END)) == 2
 
 
 def test_thoughts_that_only_the_template_adds_are_not_supervised():
