@@ -106,9 +106,7 @@ def read_conversations(config: DatasetConfig, counts: Counts) -> Iterator[Conver
     """
     path = Path(config.path)
     if not path.is_file():
-        raise FileNotFoundError(
-            f"dataset.path is {path}, which is not a file. It must hold {RECORD}."
-        )
+        raise FileNotFoundError(f"dataset.path is {path}, but there is no such file.")
     seen: dict[str, int] = {}  # id -> how often
     for record in read_records(path, allow_truncated=config.allow_truncated):
         counts.read += 1
