@@ -132,9 +132,7 @@ def _mix(*values: int) -> int:
     return hash(values) & (2**63 - 1)
 
 
-def add_noise(
-    batch: PackedBatch, *, kind: str, width: float, seed: int, epoch: int
-) -> Tensor:
+def add_noise(batch: PackedBatch, *, kind: str, width: float, seed: int, epoch: int) -> Tensor:
     """Input features with uniform noise, the same for a sequence however the batch was cut.
 
     kind     paper: U(-w, w) (EAGLE, section 4.2); reference: that times 512 / pairs of the
