@@ -25,7 +25,7 @@ MADE_BY = "python -m scripts.dump_features"
 
 
 @dataclass(frozen=True)
-class Sequence:
+class CachedSequence:
     """One conversation's tokens and the target's features at each of them."""
 
     features: Tensor  # [T, H] in the stored dtype
@@ -158,7 +158,7 @@ class FeatureCache:
         ]
         return torch.cat(counts)
 
-    def sequence(self, index: int) -> Sequence:
+    def sequence(self, index: int) -> CachedSequence:
         """One sequence. Safe to call from a thread; only its own rows are read."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
@@ -166,7 +166,7 @@ class FeatureCache:
         local = index - int(self._first[shard])
         begin, end = self._offsets[shard][local : local + 2].tolist()
         rows = self._shards[shard].get_slice
-        return Sequence(
+        return CachedSequence(
             features=rows("features")[begin:end],
             input_ids=rows("input_ids")[begin:end].long(),
             loss_mask=rows("loss_mask")[begin:end],

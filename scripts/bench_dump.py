@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 @task
 def main(cfg: DictConfig) -> None:
     """Alternate shard by shard, so that a noisy machine is noisy to both."""
-    config: DumpConfig = OmegaConf.to_object(cfg)
+    config: DumpConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
     from data.dump import do_shards, prepare_dump
     from data.plan import check_folder

@@ -4,6 +4,7 @@ import json
 import logging
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -41,18 +42,19 @@ def main(cfg: DictConfig) -> None:
     head = DraftHead(draft_config(load_config(target)))
     optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr)
     training, _ = split_cache(cache, config)
-    weights = {"l1_weight": config.loss.l1_weight, "ce_weight": config.loss.ce_weight}
+    plain = partial(plain_loss, l1_weight=1.0, ce_weight=config.loss.ce_weight)
+    ours = partial(distillation_loss, l1_weight=1.0, ce_weight=config.loss.ce_weight)
 
     def step(name: str, sequences: list[int]) -> tuple[float, int]:
         """One update of the head. Returns the loss and its supervised positions."""
         batch = pack(cache, sequences)
         noisy = add_noise(batch, kind="paper", width=config.noise_width, seed=0, epoch=0)
         if name == "plain":
-            loss = plain_loss(head, target_head, batch, noisy, **weights)
+            loss = plain(head, target_head, batch, noisy)
         else:
             embeddings = target_head.embed(batch.next_ids).float()
             predicted = head(embeddings, noisy, batch.lengths)[batch.supervised]
-            loss = distillation_loss(predicted, batch.target_features, target_head, **weights).loss
+            loss = ours(predicted, batch.target_features, target_head).loss
         (loss / len(batch.supervised)).backward()
         optimizer.step()
         optimizer.zero_grad()

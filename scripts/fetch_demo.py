@@ -10,7 +10,7 @@ from data.config import FetchConfig
 @hydra.main(config_name="fetch_demo", **HYDRA)
 @task
 def main(cfg: DictConfig) -> None:
-    config: FetchConfig = OmegaConf.to_object(cfg)
+    config: FetchConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
     from data.demo import fetch_demo
 

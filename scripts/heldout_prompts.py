@@ -10,7 +10,7 @@ from data.config import HeldoutPromptsConfig
 @hydra.main(config_name="heldout_prompts", **HYDRA)
 @task
 def main(cfg: DictConfig) -> None:
-    config: HeldoutPromptsConfig = OmegaConf.to_object(cfg)
+    config: HeldoutPromptsConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
     from data.prompts import heldout_prompts
 

@@ -1,7 +1,7 @@
+import pytest
 import torch
-from torch.testing import assert_close
 
-from data.cache import Sequence, supervised_pairs
+from data.cache import CachedSequence, supervised_pairs
 from data.target import TargetHead
 from tests.tiny import tiny_llama_config
 from train.acceptance import ChainCounts, chain_acceptance, prepare_document
@@ -28,7 +28,7 @@ def make_case(seed: int, length: int = 40):
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
-    return head, target_head, Sequence(features, input_ids, loss_mask)
+    return head, target_head, CachedSequence(features, input_ids, loss_mask)
 
 
 def one_by_one(head, target_head, sequence, num_steps):
@@ -83,20 +83,29 @@ def test_a_perfect_head_is_accepted_wherever_the_text_is_the_targets_own():
         ids.append(int(best[ids[-1]]))
     input_ids = torch.tensor(ids)
     features = 5 * target_head.weight[input_ids]
-    sequence = Sequence(features, input_ids, torch.ones(len(ids), dtype=torch.bool))
+    sequence = CachedSequence(features, input_ids, torch.ones(len(ids), dtype=torch.bool))
     document = prepare_document(sequence, target_head, CPU)
     counts = chain_acceptance(head, target_head, [document], num_steps=3)
     assert counts.rates == [1.0, 1.0, 1.0] and counts.length == 4.0
 
 
 def test_acceptance_length_is_one_plus_the_sum_of_products():
-    counts = ChainCounts(torch.tensor([10, 8, 4]), torch.tensor([8, 4, 1]))
-    assert_close(counts.rates, [0.8, 0.5, 0.25], rtol=1e-6, atol=1e-6)
-    assert abs(counts.length - (1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.5 * 0.25)) < 1e-6
+    """10 rounds, of which 6 accepted draft token 1, 3 also token 2, none token 3."""
+    counts = ChainCounts.of_rounds([0] * 4 + [1] * 3 + [2] * 3, num_steps=3)
+    assert counts.accepted.tolist() == [6, 3, 0] and counts.tried.tolist() == [10, 6, 3]
+    assert counts.rates == [0.6, 0.5, 0.0]
+    assert counts.length == pytest.approx(1 + 0.6 + 0.6 * 0.5) == pytest.approx(1 + (6 + 3) / 10)
+
+
+def test_a_chain_that_was_never_tried_has_rate_zero():
+    counts = ChainCounts.of_rounds([], num_steps=2)
+    assert counts.rates == [0.0, 0.0] and counts.length == 1.0
 
 
 def test_unsupervised_positions_are_not_tried():
     head, target_head, sequence = make_case(3)
-    nothing = Sequence(sequence.features, sequence.input_ids, torch.zeros_like(sequence.loss_mask))
+    nothing = CachedSequence(
+        sequence.features, sequence.input_ids, torch.zeros_like(sequence.loss_mask)
+    )
     document = prepare_document(nothing, target_head, CPU)
     assert chain_acceptance(head, target_head, [document], num_steps=3).tried.tolist() == [0, 0, 0]

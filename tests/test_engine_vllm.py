@@ -67,8 +67,8 @@ def test_vllm_decodes_and_counts_as_we_do(exported, prompts, tmp_path, num_steps
     assert report["differences"] == []
     assert report["counters_equal"]
     assert report["passed"]
-    assert report["engine"]["accepted_per_step"] == report["ours"]["accepted_per_step"]
-    accepted, drafts = report["ours"]["accepted_per_step"][0], report["ours"]["drafts"]
+    assert report["engine"]["accepted"] == report["ours"]["accepted"]
+    accepted, drafts = report["ours"]["accepted"][0], report["ours"]["tried"][0]
     assert 0 < accepted < drafts  # a head that is always or never right would show nothing
     assert json.loads((tmp_path / "report.json").read_text()) == report
 

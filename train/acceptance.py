@@ -4,13 +4,15 @@ All positions of a document are drafted at once: step n of the chain that starts
 to the real pairs 0..j and to its own steps 2..n, exactly what one-by-one drafting would see.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
 
-from data.cache import Sequence, supervised_pairs
+from data.cache import CachedSequence, supervised_pairs
 from data.target import TargetHead
 from train.head import DraftHead, packed_attention
 
@@ -19,11 +21,7 @@ LOGIT_ROWS = 512  # rows of one output head product
 
 @dataclass
 class ChainCounts:
-    """How often draft token n was tried and accepted, n = 1..K.
-
-    A chain is followed as long as its tokens are accepted *and* the cached text is what the target
-    itself would have said: past that point the cache cannot tell what the target would answer.
-    """
+    """How often draft token n was tried and accepted, n = 1..K."""
 
     tried: Tensor  # [K] int64
     accepted: Tensor  # [K] int64
@@ -31,15 +29,26 @@ class ChainCounts:
     @property
     def rates(self) -> list[float]:
         """α_n: share of tried draft tokens n that were accepted, given that 1..n-1 were."""
-        return (self.accepted / self.tried.clamp(min=1)).tolist()
+        return (self.accepted.double() / self.tried.clamp(min=1)).tolist()
 
     @property
     def length(self) -> float:
         """τ = 1 + Σ_n Π_{i<=n} α_i: tokens a target forward yields, bonus token included."""
-        return 1.0 + float((self.accepted / self.tried.clamp(min=1)).cumprod(0).sum())
+        return 1.0 + sum(accumulate(self.rates, mul))
 
     def __add__(self, other: "ChainCounts") -> "ChainCounts":
         return ChainCounts(self.tried + other.tried, self.accepted + other.accepted)
+
+    @classmethod
+    def of_totals(cls, rounds: int, accepted: Sequence[int]) -> "ChainCounts":
+        """From the rounds that there were, and those that accepted draft token n, n = 1..K."""
+        return cls(torch.tensor([rounds, *accepted[:-1]]), torch.tensor(list(accepted)))
+
+    @classmethod
+    def of_rounds(cls, accepted: Sequence[int], *, num_steps: int) -> "ChainCounts":
+        """From how many draft tokens each round accepted."""
+        per_step = [sum(count >= n for count in accepted) for n in range(1, num_steps + 1)]
+        return cls.of_totals(len(accepted), per_step)
 
     @classmethod
     def zeros(cls, num_steps: int, device: torch.device | str = "cpu") -> "ChainCounts":
@@ -67,7 +76,7 @@ class HeldoutDocument:
 
 @torch.no_grad()
 def prepare_document(
-    sequence: Sequence, target_head: TargetHead, device: torch.device
+    sequence: CachedSequence, target_head: TargetHead, device: torch.device
 ) -> HeldoutDocument:
     """Move a cached sequence to `device` and find the target's own greedy tokens, once."""
     features = sequence.features.to(device)
@@ -85,7 +94,11 @@ def chain_acceptance(
     *,
     num_steps: int,
 ) -> ChainCounts:
-    """Follow greedy chains of `num_steps` draft tokens from every supervised pair."""
+    """Follow greedy chains of `num_steps` draft tokens from every supervised pair.
+
+    A chain goes on as long as its tokens are accepted *and* the cached text is what the target
+    itself would have said: past that point the cache cannot tell what the target would answer.
+    """
     counts = ChainCounts.zeros(num_steps, target_head.weight.device)
     for document in documents:
         counts += _document_counts(head, target_head, document, num_steps)

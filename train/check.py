@@ -19,7 +19,8 @@ from data.target import (
     load_target,
     load_tokenizer,
 )
-from train.check_report import NEAR_TIE, TOLERANCE, Acceptance, Answers, first_difference, show
+from train.acceptance import ChainCounts
+from train.check_report import NEAR_TIE, TOLERANCE, Answers, first_difference, show
 from train.config import CheckConfig
 from train.decode import as_served, speculative_generate, stop_ids_of
 from train.engine_config import dtype_name
@@ -150,10 +151,7 @@ def _decode(
         for ids in tqdm(prompts, desc="ours", unit="prompt")
     ]
     rounds = [count for answer in answers for count in answer.accepted]
-    steps = range(1, config.num_steps + 1)
-    acceptance = Acceptance(
-        drafts=len(rounds), accepted_per_step=[sum(r >= n for r in rounds) for n in steps]
-    )
+    acceptance = ChainCounts.of_rounds(rounds, num_steps=config.num_steps)
     seconds = sum(answer.seconds.total for answer in answers)
     return Answers([a.tokens for a in answers], seconds, acceptance), target.dtype, stop_ids
 
@@ -216,9 +214,7 @@ def _report(
     names: list[str],
 ) -> dict[str, Any]:
     with_head = engine["with_head"]
-    theirs = Acceptance(
-        drafts=with_head.drafts, accepted_per_step=list(with_head.accepted_per_step)
-    )
+    theirs = ChainCounts.of_totals(with_head.drafts, with_head.accepted_per_step)
     assert ours.acceptance is not None
     relative = theirs.length / ours.acceptance.length - 1.0
     close = abs(relative) <= TOLERANCE
@@ -229,7 +225,7 @@ def _report(
         "acceptance_close": close,
         "relative_difference": relative,
         "tolerance": TOLERANCE,
-        "counters_equal": theirs == ours.acceptance,
+        "counters_equal": theirs.to_json() == ours.acceptance.to_json(),
         "engine": {
             "name": config.engine,
             "version": with_head.version,

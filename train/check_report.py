@@ -1,8 +1,10 @@
 """What a check of an exported head found: counts, differences, and what to look at."""
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from train.acceptance import ChainCounts
 
 log = logging.getLogger(__name__)
 
@@ -11,35 +13,13 @@ TOLERANCE = 0.03  # relative difference of the acceptance lengths
 NEAR_TIE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Acceptance:
-    """Greedy chain acceptance, counted before answers are cut at a stop token or the limit."""
-
-    drafts: int  # rounds
-    accepted_per_step: list[int]  # rounds in which draft token n was accepted, n = 1..K
-
-    @property
-    def rates(self) -> list[float]:
-        """α_n: share of rounds that accepted draft token n among those that accepted n-1."""
-        tried = [self.drafts, *self.accepted_per_step]
-        return [n / max(t, 1) for n, t in zip(self.accepted_per_step, tried, strict=False)]
-
-    @property
-    def length(self) -> float:
-        """τ: tokens per target forward, bonus token included."""
-        return 1.0 + sum(self.accepted_per_step) / max(self.drafts, 1)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"acceptance_length": self.length, "alpha": self.rates, **asdict(self)}
-
-
 @dataclass(frozen=True)
 class Answers:
     """One decoder's answers to all prompts."""
 
     tokens: list[list[int]]
     seconds: float
-    acceptance: Acceptance | None = None
+    acceptance: ChainCounts | None = None  # counted before answers are cut at their end
 
 
 def first_difference(a: list[int], b: list[int]) -> int | None:
@@ -56,7 +36,7 @@ def show(report: dict[str, Any]) -> None:
     log.info("%-8s %8s %s", "", "τ", " ".join(f"{f'α_{n}':>7}" for n in range(1, steps + 1)))
     for name, row in (("vLLM", report["engine"]), ("ours", report["ours"])):
         rates = " ".join(f"{rate:7.4f}" for rate in row["alpha"])
-        counts = f"{row['accepted_per_step']} accepted in {row['drafts']} rounds"
+        counts = f"{row['accepted']} accepted in {row['tried'][0]} rounds"
         log.info("%-8s %8.4f %s   %s", name, row["acceptance_length"], rates, counts)
     log.info(
         "τ differs by %+.2f %% (at most %.0f %%); bonus token included, greedy chain of %d, %s",
@@ -109,7 +89,7 @@ def advice(report: dict[str, Any]) -> list[str]:
                 "the engine accepts less, as if the head it built were another: export again with "
                 "this version, and look in with_head.log for tensors it skipped or warned about"
             )
-        if len(report["prompts"]) < 8 or report["ours"]["drafts"] < 200:
+        if len(report["prompts"]) < 8 or report["ours"]["tried"][0] < 200:
             lines.append(
                 "few rounds were counted: after one differing token the rest of an answer differs "
                 "too, so use more prompts (limit=, max_new_tokens=)"

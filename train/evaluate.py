@@ -122,7 +122,7 @@ def _answers(
                     ids, max_new_tokens=config.max_new_tokens, plain_first=done % 2 == 0
                 )
                 done += 1
-                counts += _counts(drafted.accepted, config.num_steps)
+                counts += ChainCounts.of_rounds(drafted.accepted, num_steps=config.num_steps)
                 bar.set_postfix_str(f"τ {counts.length:.2f}", refresh=False)
                 bar.update()
                 yield Answer(
@@ -238,7 +238,7 @@ def _summary(answers: list[Answer], num_steps: int) -> dict[str, Any]:
         way: _rate(tokens[way] - len(answers), seconds[way]["total"] - seconds[way]["prefill"])
         for way in tokens
     }
-    counts = _counts(accepted, num_steps)
+    counts = ChainCounts.of_rounds(accepted, num_steps=num_steps)
     return {
         "answers": len(answers),
         "tokens": tokens["with_head"],
@@ -251,12 +251,6 @@ def _summary(answers: list[Answer], num_steps: int) -> dict[str, Any]:
         "speedup_after_prefill": _rate(later["with_head"], later["without_head"]),
         "seconds": seconds,
     }
-
-
-def _counts(accepted: list[int], num_steps: int) -> ChainCounts:
-    """How often draft token n was reached (all before it accepted), and accepted."""
-    at_least = [sum(count >= n for count in accepted) for n in range(num_steps + 1)]
-    return ChainCounts(torch.tensor(at_least[:-1]), torch.tensor(at_least[1:]))
 
 
 def _rate(amount: float, per: float) -> float:
