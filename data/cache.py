@@ -64,7 +64,6 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file by rename."""
     with atomic_write(path) as tmp:
         save_file(tensors, tmp)
-        tmp.chmod(0o644)  # safetensors makes files that only their owner can read
 
 
 def shard_path(cache: Path, index: int) -> Path:

@@ -104,7 +104,5 @@ def _convert(file: Path, target: Path) -> None:
     with atomic_folder(target) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        for file_written in folder.iterdir():
-            file_written.chmod(0o644)  # safetensors makes files that only their owner can read
         origin = {"package": TARGET.package, "version": TARGET.version, "sha256": TARGET.sha256}
         write_json(folder / "origin.json", {**origin, "file": file.name, "license": "Apache-2.0"})

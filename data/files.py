@@ -16,8 +16,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     tmp = path.with_name(f"{path.name}.tmp")
     try:
         yield tmp
-        with tmp.open("rb") as f:
-            os.fsync(f.fileno())
+        _settle(tmp)
         tmp.replace(path)
         _fsync_folder(path.parent)
     finally:
@@ -28,20 +27,22 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, and rename it to `path` if the block succeeds.
 
-    A folder that already lies at `path` is replaced.
+    A folder that already lies at `path` is replaced, and goes only when the new one is in place.
     """
-    tmp = path.with_name(f"{path.name}.tmp")
+    tmp, old = path.with_name(f"{path.name}.tmp"), path.with_name(f"{path.name}.old")
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     try:
         yield tmp
         for file in tmp.rglob("*"):
             if file.is_file():
-                with file.open("rb") as f:
-                    os.fsync(f.fileno())
-        shutil.rmtree(path, ignore_errors=True)
+                _settle(file)
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.replace(old)
         tmp.replace(path)
         _fsync_folder(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
 
@@ -66,6 +67,13 @@ def sha256(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _settle(file: Path) -> None:
+    """Bring a file's bytes to the disk. safetensors makes files that only their owner can read."""
+    file.chmod(0o644)
+    with file.open("rb") as f:
+        os.fsync(f.fileno())
 
 
 def _fsync_folder(folder: Path) -> None:

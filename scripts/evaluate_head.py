@@ -1,5 +1,7 @@
 """Measure an exported head: acceptance and tokens/s, against plain decoding."""
 
+from pathlib import Path
+
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
@@ -13,12 +15,19 @@ def main(cfg: DictConfig) -> None:
     config: EvaluateConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
     from train.evaluate import evaluate
+    from train.model_card import serve_command
     from train.report import table
 
     report = evaluate(config)
-    print(
-        f"\n{table(report)}\n\nwritten to {report['out']}: report.txt, report.json, acceptance.png"
+    serve = serve_command(
+        Path(config.head),
+        config.target.path,
+        report["head"]["engine"],
+        num_steps=config.num_steps,
     )
+    print(f"\n{table(report)}\n")
+    print(f"written to {report['out']}: report.txt, report.json, acceptance.png")
+    print(f"serve with {serve}")
 
 
 if __name__ == "__main__":

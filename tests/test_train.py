@@ -242,3 +242,19 @@ def test_packed_training_equals_padded_training_in_loss_and_gradient(cache, targ
     assert_close(ours, plain, rtol=1e-9, atol=1e-9)
     for a, b in zip(ours_gradient, plain_gradient, strict=True):
         assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("launcher", [(), ("ddp.yaml", "--num_processes", "2")], ids=["alone", "2"])
+def test_a_sweep_makes_one_folder_per_job(config, tmp_path, launcher):
+    """Under a launcher every process runs the same jobs, in one group that outlives each job."""
+    arguments = command(config, *(launch(*launcher) if launcher else ()))
+    swept = [a for a in arguments if not a.startswith("lr=")]
+    run([*swept, "--multirun", "lr=1e-3,3e-3"])
+    jobs = sorted(p.name for p in Path(config.out).iterdir() if p.is_dir())
+    assert jobs == ["000", "001"]
+    for job, lr in zip(jobs, (1e-3, 3e-3), strict=True):
+        _, record = load_head(find_checkpoint(Path(config.out) / job))
+        assert record["settings"]["lr"] == lr
+    single = replace(config, out=str(tmp_path / "single"))
+    fit(single)
+    assert_same_run(single.out, Path(config.out) / "001")

@@ -124,7 +124,7 @@ def run_steps(
     out = Path(config.out)
     total = steps[-1].number
     save_every = config.save_every or max(1, math.ceil(total / ESTIMATES_A_RUN))
-    metrics = Metrics(out, accelerator, config, start=steps[0].number - 1)
+    metrics = Metrics(out, accelerator, config, start=steps[0].number - 1, total=total)
 
     def load(step: Step) -> tuple[Step, list[PackedBatch]]:
         micro_batches = split_step(

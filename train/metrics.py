@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,11 +29,13 @@ class Metrics:
     """Collects the figures of a run; lines go to the log, metrics.jsonl and the tracker."""
 
     def __init__(
-        self, out: Path, accelerator: Accelerator, config: TrainConfig, *, start: int
+        self, out: Path, accelerator: Accelerator, config: TrainConfig, *, start: int, total: int
     ) -> None:
         self.accelerator = accelerator
         self.file = out / "metrics.jsonl"
         self.acceptance: ChainCounts | None = None
+        self._start, self._total = start, total
+        self._began = time.monotonic()
         self._rows: list[dict] = []
         self._seconds = self._waited = 0.0
         self._supervised = 0
@@ -98,7 +101,7 @@ class Metrics:
         if self.accelerator.is_main_process:
             log.info(
                 "step %6d  smooth-l1 %.4f  ce %.4f  agree %.3f  τ %s  lr %.2e  grad %.3f  "
-                "%.0f supervised tok/s  data wait %.1f %%  memory %.1f GB",
+                "%.0f supervised tok/s  data wait %.1f %%  memory %.1f GB  left %s",
                 last["step"],
                 mean("smooth_l1"),
                 mean("cross_entropy"),
@@ -109,11 +112,17 @@ class Metrics:
                 tokens_per_second,
                 100 * self._waited / self._seconds,
                 peak_memory() / 1e9,
+                self._time_left(last["step"]),
             )
         self._rows = []
         self._seconds = self._waited = 0.0
         self._supervised = 0
         return f"ce {last['cross_entropy']:.2f} τ {length} {tokens_per_second:.0f} tok/s"
+
+    def _time_left(self, step: int) -> timedelta:
+        """From the run's own pace so far, estimates and checkpoints included."""
+        pace = (time.monotonic() - self._began) / (step - self._start)
+        return timedelta(seconds=round(pace * (self._total - step)))
 
     def _write(self, row: dict) -> None:
         if self.accelerator.is_main_process:
