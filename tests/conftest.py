@@ -37,3 +37,11 @@ def cache(cache_path):
     from data.cache import FeatureCache
 
     return FeatureCache(cache_path)
+
+
+@pytest.fixture(scope="session")
+def run_path(tmp_path_factory, target_path) -> Path:
+    """A run of the tiny target with one checkpoint of an untrained head."""
+    from tests.runs import save_tiny_run
+
+    return save_tiny_run(tmp_path_factory.mktemp("export") / "run", target_path)

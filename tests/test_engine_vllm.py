@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from data.config import TargetConfig
 from data.prompts import prompt_ids
 from data.target import load_target
-from tests.test_export import save_tiny_run
+from tests.runs import save_tiny_run
 from tests.tiny import save_tiny_target, tiny_llama_config
 from train.check import check
 from train.config import CheckConfig, ExportConfig

@@ -1,19 +1,17 @@
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
-from transformers import AutoConfig, Gemma2Config, Qwen3Config
+from transformers import Gemma2Config, Qwen3Config
 
 from data.config import TargetConfig
-from data.files import write_json
-from data.target import fingerprint
+from tests.runs import export_tiny, save_tiny_run, set_dtype
 from tests.tiny import save_tiny_target, tiny_llama_config
 from train.config import ExportConfig
-from train.export import compare, export, load_exported, serve_command
+from train.export import export, load_exported, serve_command
 from train.head import DraftHead, draft_config
 
 LAYER_TENSORS = {
@@ -40,42 +38,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
-
-
-def save_tiny_run(run: Path, target: Path, *, step: int = 20) -> Path:
-    """A run folder with one checkpoint of an untrained head for `target`."""
-    torch.manual_seed(1)
-    head = DraftHead(draft_config(AutoConfig.from_pretrained(target)))
-    torch.nn.init.normal_(head.layers[0].post_attention_layernorm.weight, mean=1.0, std=0.1)
-    checkpoint = run / "steps" / f"{step:06d}"
-    checkpoint.mkdir(parents=True)
-    save_file(head.state_dict(), checkpoint / "head.safetensors")
-    head.config.save_pretrained(checkpoint)
-    write_json(
-        checkpoint / "checkpoint.json",
-        {
-            "format_version": 1,
-            "step": step,
-            "acceptance": {"acceptance_length": 1.5, "alpha": [0.4, 0.25], "tried": [10, 4]},
-            "fingerprint": fingerprint(TargetConfig(path=str(target))),
-            "cache": {"num_tokens": 1000},
-            "settings": {"lr": 1e-3, "loss": {"ce_weight": 0.1}},
-        },
-    )
-    return run
-
-
-def export_tiny(folder: Path, *, engine: str = "vllm", **changes) -> tuple[Path, Path, dict]:
-    """Export a head for a tiny target with `changes`. Returns export, checkpoint, config.json."""
-    target = save_tiny_target(folder / "target", tiny_llama_config(**changes))
-    run = save_tiny_run(folder / "run", target)
-    out = export(ExportConfig(checkpoint=str(run), engine=engine))
-    return out, run / "steps" / "000020", json.loads((out / "config.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def run_path(tmp_path_factory, target_path) -> Path:
-    return save_tiny_run(tmp_path_factory.mktemp("export") / "run", target_path)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +97,7 @@ def test_sglang_heads_are_never_tied_and_name_their_own_class(tmp_path, tied):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tensors_are_the_trained_ones_rounded_once(tmp_path, engine, dtype):
     target = save_tiny_target(tmp_path / "target", tiny_llama_config())
-    _set_dtype(target, dtype)
+    set_dtype(target, dtype)
     run = save_tiny_run(tmp_path / "run", target)
 
     out = export(ExportConfig(checkpoint=str(run), engine=engine))
@@ -296,7 +258,7 @@ def test_a_target_that_has_moved_is_found_where_the_user_says(run_path, target_p
 
 def test_weights_that_overflow_the_targets_dtype_are_not_exported(tmp_path):
     target = save_tiny_target(tmp_path / "target")
-    _set_dtype(target, torch.float16)
+    set_dtype(target, torch.float16)
     run = save_tiny_run(tmp_path / "run", target)
     weights = run / "steps" / "000020" / "head.safetensors"
     tensors = load_file(weights)
@@ -307,78 +269,3 @@ def test_weights_that_overflow_the_targets_dtype_are_not_exported(tmp_path):
         export(ExportConfig(checkpoint=str(run)))
 
     assert not (run / "export" / "vllm").exists()
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda t: t.pop("fc.weight"), r"fc\.weight is missing"),
-        (lambda t: t.update({"norm.weight": torch.ones(32)}), r"norm\.weight does not belong"),
-        (lambda t: t.update({"fc.bias": torch.zeros(32)}), r"fc\.bias does not belong"),
-        (lambda t: t.update({"fc.weight": torch.ones(32, 32)}), r"fc\.weight is \[32, 32\]"),
-        (lambda t: t["fc.weight"].fill_(float("nan")), r"fc\.weight holds values"),
-        (lambda t: t.update({"fc.weight": t["fc.weight"].half()}), r"fc\.weight is float16"),
-    ],
-)
-def test_what_engines_would_load_silently_is_named(run_path, tmp_path, damage, message):
-    out = export(ExportConfig(checkpoint=str(run_path), out=f"{tmp_path}/out"))
-    tensors = load_file(out / "model.safetensors")
-    damage(tensors)
-    save_file(tensors, out / "model.safetensors")
-
-    with pytest.raises(ValueError, match=message):
-        load_exported(out)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("num_hidden_layers", None, "no num_hidden_layers"),
-        ("bias", True, "bias True, expected False"),
-        ("tie_word_embeddings", True, "tie_word_embeddings True"),
-        ("rope_theta", None, "no rope_theta"),
-    ],
-)
-def test_config_keys_that_engines_would_misread_are_named(run_path, tmp_path, key, value, message):
-    out = export(ExportConfig(checkpoint=str(run_path), out=f"{tmp_path}/out"))
-    keys = json.loads((out / "config.json").read_text())
-    keys[key] = value
-    (out / "config.json").write_text(json.dumps({k: v for k, v in keys.items() if v is not None}))
-
-    with pytest.raises(ValueError, match=message):
-        load_exported(out)
-
-
-def test_a_second_weights_file_is_refused(run_path, tmp_path):
-    out = export(ExportConfig(checkpoint=str(run_path), out=f"{tmp_path}/out"))
-    save_file({"fc.weight": torch.zeros(32, 64)}, out / "stale.safetensors")
-
-    with pytest.raises(ValueError, match=r"exactly one weights file.*stale\.safetensors"):
-        load_exported(out)
-
-
-def test_compare_notices_swapped_halves_and_changed_rope(run_path, tmp_path):
-    out = export(ExportConfig(checkpoint=str(run_path), out=f"{tmp_path}/out"))
-    head, _ = load_exported(out)
-
-    swapped = DraftHead(head.config)
-    swapped.load_state_dict(head.state_dict())
-    swapped.fc.weight.data = swapped.fc.weight.data.roll(32, dims=1)
-    with pytest.raises(RuntimeError, match=r"fc\.weight in .* is not the trained tensor"):
-        compare(swapped, out)
-
-    keys = json.loads((out / "config.json").read_text())
-    keys["rope_parameters"]["rope_theta"] = keys["rope_theta"] = 1e5
-    (out / "config.json").write_text(json.dumps(keys))
-    with pytest.raises(RuntimeError, match="RoPE settings"):
-        compare(head, out)
-
-
-def _set_dtype(target: Path, dtype: torch.dtype) -> None:
-    """Store the weights of a tiny target in `dtype`, as its config says."""
-    weights = target / "model.safetensors"
-    tensors = {name: tensor.to(dtype) for name, tensor in load_file(weights).items()}
-    save_file(tensors, weights, metadata={"format": "pt"})
-    keys = json.loads((target / "config.json").read_text())
-    keys["dtype"] = str(dtype).removeprefix("torch.")
-    (target / "config.json").write_text(json.dumps(keys))
