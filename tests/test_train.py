@@ -258,3 +258,14 @@ def test_a_sweep_makes_one_folder_per_job(config, tmp_path, launcher):
     single = replace(config, out=str(tmp_path / "single"))
     fit(single)
     assert_same_run(single.out, Path(config.out) / "001")
+
+
+def test_a_split_that_holds_nothing_out_is_refused(config):
+    with pytest.raises(ValueError, match=r"heldout\.share=1e-09 holds none of the \d+ sequences"):
+        fit(replace(config, heldout=HeldoutConfig(share=1e-9)))
+
+
+def test_without_held_out_conversations_the_newest_checkpoint_counts(config):
+    fit(replace(config, heldout=HeldoutConfig(share=0.0)))
+    assert find_checkpoint(Path(config.out)).name == "000008"
+    assert not (Path(config.out) / "best.json").exists()
