@@ -103,6 +103,19 @@ class TargetHead(nn.Module):
             logits = torch.mul(logits, self.soft_cap, out=out)
         return logits
 
+    def restricted(self, token_ids: Tensor) -> "TargetHead":
+        """The same output head over a few tokens: its logits are [..., N], in their order.
+
+        token_ids: [N]
+        """
+        return TargetHead(
+            self.embed_tokens,
+            self.weight[token_ids],
+            bias=None if self.bias is None else self.bias[token_ids],
+            logit_scale=self.logit_scale,
+            soft_cap=self.soft_cap,
+        )
+
 
 @dataclass
 class Target:

@@ -51,6 +51,27 @@ def test_the_bias_of_an_output_head_counts():
     assert_close(loss, plain_loss(predicted, features, head, l1_weight=1.0, ce_weight=1.0))
 
 
+def test_a_restricted_vocabulary_renormalises_the_target_over_it():
+    head, predicted, features = make(logit_scale=0.5)
+    tokens = torch.tensor([7, 3, 30, 41])
+    loss = distillation_loss(
+        predicted, features, head.restricted(tokens), l1_weight=0.0, ce_weight=1.0
+    ).loss
+    target_probs = head.logits(features)[:, tokens].softmax(-1)
+    log_probs = head.logits(predicted)[:, tokens].log_softmax(-1)
+    assert_close(loss, -(target_probs * log_probs).sum())
+
+
+def test_the_whole_vocabulary_in_any_order_is_the_plain_loss():
+    head, predicted, features = make()
+    weights = {"l1_weight": 0.0, "ce_weight": 1.0}
+    shuffled = head.restricted(torch.randperm(V))
+    assert_close(
+        distillation_loss(predicted, features, shuffled, **weights).loss,
+        plain_loss(predicted, features, head, **weights),
+    )
+
+
 def test_agreement_counts_equal_argmaxes():
     head, predicted, features = make(torch.float32)
     half = torch.cat([features[:10], predicted.detach()[10:]])

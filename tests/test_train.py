@@ -24,6 +24,7 @@ from train.loop import fit
 from train.loss import distillation_loss
 from train.plain import plain_loss
 from train.plan import learning_rate
+from train.vocabulary import reply_token_counts
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -258,6 +259,18 @@ def test_a_sweep_makes_one_folder_per_job(config, tmp_path, launcher):
     single = replace(config, out=str(tmp_path / "single"))
     fit(single)
     assert_same_run(single.out, Path(config.out) / "001")
+
+
+def test_a_reduced_loss_vocabulary_is_the_most_frequent_reply_tokens(config, cache, caplog):
+    """The tiny chats use few of the byte tokens: 60 entries cover them all, 5 do not."""
+    caplog.set_level("INFO", logger="train")
+    fit(replace(config, loss=LossConfig(vocab=60)))
+    assert "60 of 259 vocabulary entries, which are 100.00 %" in caplog.text
+    sequences = list(range(len(cache)))
+    counts = reply_token_counts(cache, sequences, vocab_size=259)
+    replies = sum(int(cache.sequence(i).loss_mask.sum()) for i in sequences)
+    assert int(counts.sum()) == replies
+    assert 0 < int((counts > 0).sum()) < 60
 
 
 def test_a_split_that_holds_nothing_out_is_refused(config):

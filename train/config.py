@@ -24,6 +24,7 @@ class LossConfig:
 
     l1_weight: float = 1.0  # weight of the Smooth-L1 term
     ce_weight: float = 0.1  # weight of the cross-entropy term
+    vocab: int | None = None  # cross-entropy over the N most frequent tokens only; null: all
     chunk_rows: int | None = None  # positions per output head product; null: 512 CPU, 2048 GPU
 
 

@@ -36,6 +36,7 @@ from train.initialise import regression_init
 from train.loss import LossSums, distillation_loss
 from train.metrics import Metrics, describe_run
 from train.plan import Step, learning_rate, plan_steps, split_cache
+from train.vocabulary import frequent_head
 
 log = logging.getLogger(__name__)
 ESTIMATES_A_RUN = 10  # held-out estimates and checkpoints when save_every is null
@@ -71,6 +72,9 @@ def fit(config: TrainConfig) -> float:
     if start < len(steps):
         if not checkpoint and config.head.init == "regression":
             regression_init(head, target_head, cache, training)
+        loss_head = target_head
+        if config.loss.vocab:
+            loss_head = frequent_head(target_head, cache, training, count=config.loss.vocab)
         documents = [
             prepare_document(cache.sequence(index), target_head, accelerator.device)
             for index in heldout[accelerator.process_index :: accelerator.num_processes]
@@ -86,7 +90,15 @@ def fit(config: TrainConfig) -> float:
         if checkpoint:
             restore(checkpoint, accelerator=accelerator, head=head, optimizer=optimizer)
         run_steps(
-            accelerator, config, cache, target_head, head, optimizer, documents, steps[start:]
+            accelerator,
+            config,
+            cache,
+            target_head,
+            loss_head,
+            head,
+            optimizer,
+            documents,
+            steps[start:],
         )
     else:
         log.info("%s is finished after %d steps: nothing to do.", out, start)
@@ -115,6 +127,7 @@ def run_steps(
     config: TrainConfig,
     cache: FeatureCache,
     target_head: TargetHead,
+    loss_head: TargetHead,
     head: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     documents: list[HeldoutDocument],
@@ -153,7 +166,7 @@ def run_steps(
             for group in optimizer.param_groups:
                 group["lr"] = lr
             sums, grad_norm = train_step(
-                accelerator, config, cache, target_head, head, optimizer, step, micro_batches
+                accelerator, config, cache, loss_head, head, optimizer, step, micro_batches
             )
             metrics.add(step, sums, grad_norm=grad_norm, lr=lr, began=began, waited=waited)
             bar.update()
@@ -180,7 +193,7 @@ def train_step(
     accelerator: Accelerator,
     config: TrainConfig,
     cache: FeatureCache,
-    target_head: TargetHead,
+    loss_head: TargetHead,
     head: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     step: Step,
@@ -199,7 +212,7 @@ def train_step(
     for i, cpu_batch in enumerate(micro_batches):
         is_last = i == len(micro_batches) - 1
         batch = cpu_batch.to(accelerator.device)
-        loss = batch_loss(accelerator, config, target_head, head, batch, step.epoch)
+        loss = batch_loss(accelerator, config, loss_head, head, batch, step.epoch)
         sums += torch.stack([loss.smooth_l1, loss.cross_entropy, loss.agreed.float()])
         if is_last:
             sums = accelerator.reduce(sums, "sum") / step.num_supervised
@@ -221,7 +234,7 @@ def train_step(
 def batch_loss(
     accelerator: Accelerator,
     config: TrainConfig,
-    target_head: TargetHead,
+    loss_head: TargetHead,
     head: torch.nn.Module,
     batch: PackedBatch,
     epoch: int,
@@ -230,13 +243,13 @@ def batch_loss(
     features = add_noise(
         batch, kind=config.noise, width=config.noise_width, seed=config.seed, epoch=epoch
     )
-    embeddings = target_head.embed(batch.next_ids).float()
+    embeddings = loss_head.embed(batch.next_ids).float()
     with accelerator.autocast():
         predicted = head(embeddings, features, batch.lengths)  # [T, H]
     return distillation_loss(
         predicted[batch.supervised],
         batch.target_features,
-        target_head,
+        loss_head,
         l1_weight=config.loss.l1_weight,
         ce_weight=config.loss.ce_weight,
         chunk_rows=config.loss.chunk_rows,
