@@ -10,7 +10,7 @@ from typing import Any
 from data.config import HeldoutPromptsConfig
 from data.conversations import Counts, Turn, read_conversations
 from data.files import atomic_write
-from data.split import is_heldout
+from data.split import is_heldout, stem
 from data.template import chat_text, encode, fold_system, takes_system
 
 log = logging.getLogger(__name__)
@@ -60,13 +60,19 @@ def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
 
 
 def heldout_prompts(config: HeldoutPromptsConfig) -> Path:
-    """Write the first user turns of held-out conversations as a prompt file."""
+    """Write the first user turn of each held-out chat as a prompt file.
+
+    The parts of a long chat, which share an id stem, give one prompt: they ask alike.
+    """
     counts, out = Counts(), Path(config.out)
+    seen: set[str] = set()
     lines: list[dict[str, Any]] = []
     for conversation in read_conversations(config.dataset, counts):
         if len(lines) == config.limit:
             break
-        if is_heldout(conversation.id, share=config.share, seed=config.seed):
+        chat = stem(conversation.id)
+        if chat not in seen and is_heldout(conversation.id, share=config.share, seed=config.seed):
+            seen.add(chat)
             prompt = conversation.turns[: 2 if conversation.turns[0].role == "system" else 1]
             messages = [{"role": turn.role, "content": turn.text} for turn in prompt]
             lines.append({"id": conversation.id, "category": "heldout", "messages": messages})

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 . scripts/setup.sh
 
 cat <<'TEXT'
-Quickstart: a draft head for SmolLM2-135M-Instruct, trained on 200 ShareGPT conversations.
+Quickstart: a draft head for SmolLM2-135M-Instruct, trained on 220 ShareGPT conversations.
   time   about 8 minutes on 2 CPU cores after the installs; less on a GPU, which is used if there is one
   disk   about 1.5 GB for the Python packages (several more with a CUDA build of torch),
          120 MB downloaded, 0.8 GB under checkpoints/demo

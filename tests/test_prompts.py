@@ -7,7 +7,7 @@ from data.config import DatasetConfig, HeldoutPromptsConfig
 from data.prompts import Prompt, heldout_prompts, prompt_ids, read_prompts
 from data.split import is_heldout
 from tests.templates import TEMPLATES, byte_level
-from tests.tiny import save_tiny_chats
+from tests.tiny import save_tiny_chats, tiny_chats
 
 USER = {"role": "user", "content": "hello"}
 
@@ -92,6 +92,17 @@ def test_heldout_prompts_are_the_first_questions_of_chats_that_training_leaves_o
         assert prompt.messages == [{"role": "user", "content": first}]
     config.limit = 3
     assert read_prompts(heldout_prompts(config), limit=None) == prompts[:3]
+
+
+def test_the_parts_of_a_long_chat_give_one_prompt(tmp_path):
+    parts = [record | {"id": f"a_b_{i}"} for i, record in enumerate(tiny_chats(5))]
+    (tmp_path / "chats.json").write_text(json.dumps(parts))
+    config = HeldoutPromptsConfig(
+        dataset=DatasetConfig(path=str(tmp_path / "chats.json")),
+        out=str(tmp_path / "p.jsonl"),
+        share=1.0,
+    )
+    assert [p.id for p in read_prompts(heldout_prompts(config), limit=None)] == ["a_b_0"]
 
 
 def test_no_heldout_chat_is_an_error(tmp_path):
