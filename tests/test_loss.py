@@ -121,5 +121,5 @@ def test_peak_memory_does_not_grow_with_positions_times_vocabulary():
     command = [sys.executable, "-c", MEASURE_MEMORY]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     growth, growth_of_one_matrix = map(float, result.stdout.split())
-    assert growth_of_one_matrix > 400  # the measurement would see [N, V]: 512 MB
+    assert growth_of_one_matrix > 200  # the measurement would see one [N, V], 512 MB
     assert growth < 40

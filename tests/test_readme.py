@@ -18,7 +18,9 @@ def commands(*languages: str) -> list[list[str]]:
     lines = [
         line for language, text in BLOCKS if language in languages for line in text.split("\n")
     ]
-    found = [shlex.split(line) for line in lines if "-m scripts." in line]
+    found = [
+        shlex.split(line) for line in lines if re.match(r"(python|accelerate) .*-m scripts", line)
+    ]
     module = [
         next(i for i, word in enumerate(words) if word.startswith("scripts.")) for words in found
     ]
@@ -36,7 +38,9 @@ def run(script: str, *arguments: str) -> str:
 @pytest.mark.parametrize("words", commands("bash", ""), ids=" ".join)
 def test_every_command_of_the_readme_composes(words):
     script, *arguments = words
-    run(script, *[a for a in arguments if a != "--multirun"], "--cfg", "job")
+    if "--multirun" in arguments:  # one job of the sweep
+        arguments = [a.split(",")[0] for a in arguments if a != "--multirun"]
+    run(script, *arguments, "--cfg", "job")
 
 
 def test_the_stages_run_as_printed_on_a_tiny_target(tmp_path, target_path, chats_path):
