@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import math
 import os
@@ -271,6 +272,19 @@ def test_a_reduced_loss_vocabulary_is_the_most_frequent_reply_tokens(config, cac
     replies = sum(int(cache.sequence(i).loss_mask.sum()) for i in sequences)
     assert int(counts.sum()) == replies
     assert 0 < int((counts > 0).sum()) < 60
+
+
+@pytest.mark.parametrize(("tracker", "files"), [("tensorboard", "events*"), ("wandb", "*.wandb")])
+def test_a_tracker_writes_into_the_run_or_says_what_to_install(config, monkeypatch, tracker, files):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracked = replace(config, tracker=tracker)
+    if importlib.util.find_spec(tracker) is None:
+        with pytest.raises(ValueError, match=rf"pip install -e '\.\[{tracker}\]'"):
+            fit(tracked)
+        assert not Path(config.out).exists()
+    else:
+        fit(tracked)
+        assert list(Path(config.out).rglob(files))
 
 
 def test_a_split_that_holds_nothing_out_is_refused(config):

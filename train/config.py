@@ -8,6 +8,13 @@ from data.config import TargetConfig
 
 NOISES = ("paper", "reference", "none")
 ENGINES = ("vllm", "sglang")
+TRACKERS = ("wandb", "tensorboard")
+INITS = ("random", "regression")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}.")
 
 
 @dataclass
@@ -66,8 +73,10 @@ class TrainConfig:
     tracker: str | None = None  # wandb or tensorboard, beside metrics.jsonl
 
     def __post_init__(self) -> None:
-        if self.noise not in NOISES:
-            raise ValueError(f"noise is {self.noise!r}, expected one of {', '.join(NOISES)}.")
+        _one_of("noise", self.noise, NOISES)
+        _one_of("head.init", self.head.init, INITS)
+        if self.tracker is not None:
+            _one_of("tracker", self.tracker, TRACKERS)
 
 
 @dataclass
@@ -81,8 +90,7 @@ class ExportConfig:
     target: TargetConfig = field(default_factory=lambda: TargetConfig(path=""))
 
     def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise ValueError(f"engine is {self.engine!r}, expected one of {', '.join(ENGINES)}.")
+        _one_of("engine", self.engine, ENGINES)
 
 
 @dataclass

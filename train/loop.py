@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -48,9 +49,19 @@ def fit(config: TrainConfig) -> float:
     Raises ValueError for settings, cache or checkpoint that do not fit together,
     FileNotFoundError for a missing cache, RuntimeError for a loss that is not finite.
     """
+    if config.tracker and find_spec(config.tracker) is None:
+        raise ValueError(
+            f"tracker={config.tracker} needs a package that is not installed: "
+            f"pip install -e '.[{config.tracker}]'. Without it metrics.jsonl has the same numbers."
+        )
     # cpu=True would switch DeepSpeed off, which finds its device by itself.
     on_cpu = runs_on_cpu() and not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-    accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_steps=1, log_with=config.tracker)
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        gradient_accumulation_steps=1,
+        log_with=config.tracker,
+        project_dir=config.out,
+    )
     keep_freed_pages(accelerator.device)
     out = Path(config.out)
     cache = FeatureCache(Path(config.features))

@@ -42,7 +42,11 @@ class Metrics:
         if accelerator.is_main_process:
             _forget_after(self.file, start)
         if config.tracker:
-            accelerator.init_trackers("draft-head", config=_flat_config(config))
+            accelerator.init_trackers(
+                "draft-head",
+                config=_flat_config(config),
+                init_kwargs={"wandb": {"dir": str(out), "name": out.name}},
+            )
 
     def add(
         self,
