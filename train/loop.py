@@ -254,9 +254,10 @@ def batch_loss(
     features = add_noise(
         batch, kind=config.noise, width=config.noise_width, seed=config.seed, epoch=epoch
     )
-    embeddings = loss_head.embed(batch.next_ids).float()
+    dtype = next(head.parameters()).dtype  # float32, or what DeepSpeed made of it
+    embeddings = loss_head.embed(batch.next_ids).to(dtype)
     with accelerator.autocast():
-        predicted = head(embeddings, features, batch.lengths)  # [T, H]
+        predicted = head(embeddings, features.to(dtype), batch.lengths)  # [T, H]
     return distillation_loss(
         predicted[batch.supervised],
         batch.target_features,
