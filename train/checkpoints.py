@@ -30,7 +30,8 @@ RECORD = "checkpoint.json"
 COMMAND = "python -m scripts.train_head"
 # Settings that may differ when a run goes on: they change no update, at most its rounding.
 FREE_SETTINGS = {"features", "out", "micro_batch_tokens", "save_every", "keep", "log_every"}
-FREE_SETTINGS |= {"tracker", "loss.chunk_rows", "target.path", "target.device", "target.revision"}
+FREE_SETTINGS |= {"tracker", "loss.chunk_rows", "target.path", "target.device"}
+FREE_SETTINGS |= {"target.revision", "target.trust_remote_code"}
 
 
 def make_record(step: int, config: TrainConfig, cache: FeatureCache, counts: ChainCounts) -> dict:
