@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 import statistics
 import time
 from functools import partial
@@ -42,6 +43,7 @@ def main(cfg: DictConfig) -> None:
     head = DraftHead(draft_config(load_config(target)))
     optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr)
     training, _ = split_cache(cache, config)
+    random.Random(config.seed).shuffle(training)  # the file has them sorted by chat
     plain = partial(plain_loss, l1_weight=1.0, ce_weight=config.loss.ce_weight)
     ours = partial(distillation_loss, l1_weight=1.0, ce_weight=config.loss.ce_weight)
 
