@@ -41,7 +41,7 @@ def test_shares_are_balanced_by_tokens():
 
 
 def test_a_batch_holds_the_pairs_of_the_cache(cache):
-    """The table of DESIGN: feature j and token j+1 in, feature j+1 out, where both tokens count."""
+    """Feature j and token j+1 in, feature j+1 out, where tokens j+1 and j+2 both count."""
     batch = pack(cache, [3, 0])
     offset = 0
     seen = 0
