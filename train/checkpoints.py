@@ -34,11 +34,13 @@ FREE_SETTINGS |= {"tracker", "loss.chunk_rows", "target.path", "target.device"}
 FREE_SETTINGS |= {"target.revision", "target.trust_remote_code"}
 
 
-def make_record(step: int, config: TrainConfig, cache: FeatureCache, counts: ChainCounts) -> dict:
+def make_record(
+    step: int, config: TrainConfig, cache: FeatureCache, counts: ChainCounts | None
+) -> dict:
     """What checkpoint.json says of a checkpoint."""
     return {
         "step": step,
-        "acceptance": counts.to_json(),
+        "acceptance": counts and counts.to_json(),
         "fingerprint": cache.fingerprint,
         "cache": _identity(cache),
         "settings": asdict(config),

@@ -113,7 +113,6 @@ def fit(config: TrainConfig) -> float:
         )
     else:
         log.info("%s is finished after %d steps: nothing to do.", out, start)
-    accelerator.wait_for_everyone()
     for tracker in accelerator.trackers:
         tracker.finish()
     accelerator.free_memory()  # but the process group stays, for the next job of a --multirun
@@ -165,7 +164,6 @@ def run_steps(
         total=total,
         initial=steps[0].number - 1,
         unit="step",
-        desc="train",
         disable=None if accelerator.is_main_process else True,  # None: only on a terminal
     )
     with logging_redirect_tqdm(), bar:
@@ -183,10 +181,12 @@ def run_steps(
             bar.update()
             is_last = step.number == total
             if step.number % save_every == 0 or is_last:
-                counts = estimate(accelerator, config, target_head, head, documents)
-                metrics.add_acceptance(step.number, counts)
+                counts = None  # with heldout.share=0 nothing is known of acceptance
+                if config.heldout.share > 0:
+                    counts = estimate(accelerator, config, target_head, head, documents)
+                    metrics.add_acceptance(step.number, counts)
                 record = make_record(step.number, config, cache, counts)
-                if accelerator.is_main_process and documents:
+                if accelerator.is_main_process and counts:
                     note_best(out, step.number, counts)
                 save_checkpoint(
                     out,
