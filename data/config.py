@@ -4,6 +4,17 @@ from dataclasses import dataclass, replace
 
 from omegaconf import MISSING
 
+TARGET_ENGINES = ("transformers", "vllm")
+DEVICE_MAPS = (None, "auto", "balanced", "sequential")
+FEATURE_DTYPES = ("auto", "int8")
+
+
+def one_of(name: str, value: object, known: tuple) -> None:
+    """Raises ValueError unless a setting has one of its known values."""
+    if value not in known:
+        expected = ", ".join("null" if choice is None else str(choice) for choice in known)
+        raise ValueError(f"{name} is {value!r}, expected one of {expected}.")
+
 
 @dataclass
 class TargetConfig:
@@ -14,6 +25,13 @@ class TargetConfig:
     dtype: str = "auto"  # auto (the target's own), bfloat16, float16 or float32
     device: str = "auto"  # auto (a GPU when there is one), cpu, cuda, cuda:1, ...
     trust_remote_code: bool = False  # run Python code that comes with the checkpoint
+    # One target over several GPUs: auto, balanced or sequential, as in Transformers.
+    device_map: str | None = None
+    engine: str = "transformers"  # what computes features: transformers or vllm (dump only)
+
+    def __post_init__(self) -> None:
+        one_of("target.engine", self.engine, TARGET_ENGINES)
+        one_of("target.device_map", self.device_map, DEVICE_MAPS)
 
 
 def or_known(config: TargetConfig, fingerprint: dict[str, str]) -> TargetConfig:
@@ -25,12 +43,17 @@ def or_known(config: TargetConfig, fingerprint: dict[str, str]) -> TargetConfig:
 
 @dataclass
 class DatasetConfig:
-    """The chats, in ShareGPT form: a JSON array or JSON lines."""
+    """The chats, in ShareGPT form."""
 
-    path: str = MISSING  # .json or .jsonl file
+    # A JSON array or JSON lines (also .gz), a folder of JSON or parquet files, or a hub id.
+    path: str = MISSING
+    name: str | None = None  # subset of a hub data set
+    split: str = "train"  # of a folder or a hub data set
+    revision: str | None = None  # hub revision
     limit: int | None = None  # use only the first N usable conversations
     allow_truncated: bool = False  # use the whole records of a file that is cut off
     max_dropped: float = 0.5  # stop when a larger share of the records is unusable
+    allow_implausible: bool = False  # dump although the statistics of the mask look wrong
 
 
 @dataclass
@@ -43,6 +66,7 @@ class DumpConfig:
     max_length: int = 2048  # tokens; longer sequences are cut
     shard_tokens: int = 65536  # tokens in one shard file
     batch_tokens: int | None = None  # tokens in one forward; null: 2048 on CPU, 16384 else
+    feature_dtype: str = "auto"  # bfloat16 (float16 for such a target), or int8: half the bytes
     dry_run: bool = False  # print the plan (bytes, time) and stop
 
     def __post_init__(self) -> None:
@@ -50,6 +74,7 @@ class DumpConfig:
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1.")
+        one_of("feature_dtype", self.feature_dtype, FEATURE_DTYPES)
 
 
 @dataclass

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import logging
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,6 @@ from data.config import DumpConfig
 from data.files import write_json
 from data.plan import (
     Plan,
-    Tokens,
     check_folder,
     check_same,
     check_space,
@@ -47,6 +47,7 @@ from data.target import (
     target_device,
     target_dtype,
 )
+from data.tokens import Tokens
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ def prepare_dump(config: DumpConfig, out: Path) -> tuple[Plan, Tokens]:
         plan, tokens = make_plan(
             config,
             load_tokenizer(config.target),
+            out if out.is_dir() else Path(tempfile.gettempdir()),  # a dry run makes no folder
             fingerprint=ours,
             settings=settings,
             text_config=loaded.get_text_config(),

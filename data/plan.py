@@ -6,22 +6,17 @@ It depends on the chats, the target and the settings alone, never on the number 
 import importlib.metadata
 import logging
 import shutil
-from array import array
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
-from tqdm import tqdm
 
-from data.cache import FORMAT_VERSION, check_version, save_tensors, supervised_counts
+from data.cache import FORMAT_VERSION, check_version, supervised_counts
 from data.config import DumpConfig
-from data.conversations import Counts, read_conversations
 from data.files import read_json, sha256, write_json
-from data.rendering import render_all
+from data.tokens import Tokens, load_tokens, save_tokens, tokenise
 
 log = logging.getLogger(__name__)
 
@@ -63,23 +58,11 @@ class Plan:
         return self.num_tokens * self.bytes_per_token + offsets + tokens + names + overhead
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """All sequences of a plan, one after the other."""
-
-    input_ids: Tensor  # [N] int32
-    loss_mask: Tensor  # [N] bool
-    offsets: Tensor  # [S+1] int64
-
-    @property
-    def lengths(self) -> Tensor:
-        return self.offsets.diff()
-
-
 def settings_of(config: DumpConfig, *, dtype: torch.dtype, batch_tokens: int) -> dict[str, Any]:
     """The settings that decide the content of a cache; the chats by content, not by path."""
     dataset = asdict(config.dataset)
-    dataset.pop("max_dropped")
+    for only_a_limit in ("max_dropped", "allow_implausible"):
+        dataset.pop(only_a_limit)
     file = Path(config.dataset.path)
     if file.is_file():
         dataset["sha256"] = sha256(file)
@@ -103,35 +86,6 @@ def settings_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[s
     ]
 
 
-def tokenise(tokenizer: Any, config: DumpConfig) -> tuple[list[str], Tokens, Counts]:
-    """Read and render all conversations. Sequences in which nothing is supervised are left out.
-
-    Raises ValueError with the counts by reason if none is left.
-    """
-    counts = Counts()
-    ids: list[str] = []
-    lengths, input_ids, loss_mask = array("q"), array("i"), bytearray()
-    conversations = read_conversations(config.dataset, counts)
-    sequences = render_all(tokenizer, conversations, max_length=config.max_length, counts=counts)
-    for sequence in tqdm(sequences, desc="tokenise", unit=" chats", delay=1):
-        ids.append(sequence.id)
-        lengths.append(len(sequence.input_ids))
-        input_ids.extend(sequence.input_ids)
-        loss_mask.extend(sequence.loss_mask)
-    if not ids:
-        raise ValueError(
-            f"No supervised token in {config.dataset.path} (max_length {config.max_length}): no "
-            f"conversation has two tokens of one reply to learn from.\n{counts.summary()}"
-        )
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    tokens = Tokens(
-        torch.frombuffer(input_ids, dtype=torch.int32),
-        torch.frombuffer(loss_mask, dtype=torch.bool),
-        offsets,
-    )
-    return ids, tokens, counts
-
-
 def cut_shards(lengths: Iterable[int], shard_tokens: int) -> list[list[int]]:
     """[first, last) sequence of each shard: in order, up to `shard_tokens` or one sequence."""
     shards: list[list[int]] = []
@@ -148,14 +102,15 @@ def cut_shards(lengths: Iterable[int], shard_tokens: int) -> list[list[int]]:
 def make_plan(
     config: DumpConfig,
     tokenizer: Any,
+    folder: Path,
     *,
     fingerprint: dict[str, str],
     settings: dict[str, Any],
     text_config: Any,
     dtype: torch.dtype,
 ) -> tuple[Plan, Tokens]:
-    """Tokenise everything and cut it into shards. Writes nothing."""
-    ids, tokens, counts = tokenise(tokenizer, config)
+    """Tokenise everything and cut it into shards. Writes nothing but unnamed files in `folder`."""
+    ids, tokens, counts = tokenise(tokenizer, config, folder)
     _check_tokens(tokens, text_config)
     log.info("%s", counts.summary())
     supervised = supervised_counts(tokens.loss_mask, tokens.offsets)
@@ -193,9 +148,8 @@ def _check_tokens(tokens: Tokens, text_config: Any) -> None:
 
 def write_plan(out: Path, plan: Plan, tokens: Tokens) -> Plan:
     """Write the tokens, then the plan that makes them valid."""
-    file = out / "tokens.safetensors"
-    save_tensors(file, vars(tokens))
-    plan = Plan(**{**vars(plan), "tokens_sha256": sha256(file)})
+    checksum = save_tokens(out / "tokens.safetensors", tokens)
+    plan = Plan(**{**vars(plan), "tokens_sha256": checksum})
     write_json(out / "plan.json", vars(plan))
     return plan
 
@@ -215,7 +169,7 @@ def read_tokens(out: Path, plan: Plan, *, checksum: bool = False) -> Tokens:
             f"{file} is {'damaged' if file.is_file() else 'missing'}, but {out}/plan.json needs "
             f"it. Delete {out} and run `{MADE_BY}` again."
         )
-    return Tokens(**load_file(file))
+    return load_tokens(file)
 
 
 def check_folder(out: Path) -> None:

@@ -8,8 +8,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from data.cache import shard_path, write_shard
-from data.plan import Plan, Tokens
+from data.plan import Plan
 from data.target import Target
+from data.tokens import Tokens
 
 
 def cut_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:

@@ -4,17 +4,12 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from data.config import TargetConfig
+from data.config import TargetConfig, one_of
 
 NOISES = ("paper", "reference", "none")
 ENGINES = ("vllm", "sglang")
 TRACKERS = ("wandb", "tensorboard")
 INITS = ("random", "regression")
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}.")
 
 
 @dataclass
@@ -73,10 +68,9 @@ class TrainConfig:
     tracker: str | None = None  # wandb or tensorboard, beside metrics.jsonl
 
     def __post_init__(self) -> None:
-        _one_of("noise", self.noise, NOISES)
-        _one_of("head.init", self.head.init, INITS)
-        if self.tracker is not None:
-            _one_of("tracker", self.tracker, TRACKERS)
+        one_of("noise", self.noise, NOISES)
+        one_of("head.init", self.head.init, INITS)
+        one_of("tracker", self.tracker, (None, *TRACKERS))
 
 
 @dataclass
@@ -90,7 +84,7 @@ class ExportConfig:
     target: TargetConfig = field(default_factory=lambda: TargetConfig(path=""))
 
     def __post_init__(self) -> None:
-        _one_of("engine", self.engine, ENGINES)
+        one_of("engine", self.engine, ENGINES)
 
 
 @dataclass
