@@ -1,0 +1,117 @@
+"""What a run needs before its first step: the processes, the head, the optimizer, the documents."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, parse_flag_from_env
+
+from data.cache import FeatureCache
+from data.config import TargetConfig
+from data.fingerprint import fingerprint, fingerprint_differences
+from data.memory import keep_freed_pages
+from data.processes import runs_on_cpu
+from data.target import TargetHead, load_config
+from train.acceptance import HeldoutDocument, prepare_document
+from train.checkpoints import restore
+from train.config import TrainConfig
+from train.head import DraftHead, draft_config
+from train.initialise import regression_init
+from train.vocabulary import frequent_head
+
+
+@dataclass(kw_only=True)
+class Run:
+    """All that a step works with, prepared for this process."""
+
+    accelerator: Accelerator
+    config: TrainConfig
+    cache: FeatureCache
+    target_head: TargetHead  # the whole output head: what acceptance is measured with
+    loss_head: TargetHead  # what the cross-entropy goes through: the same, or its frequent rows
+    head: torch.nn.Module  # as accelerate wrapped it
+    optimizer: torch.optim.Optimizer
+    documents: list[HeldoutDocument]  # this process's share
+
+
+def start_accelerator(config: TrainConfig) -> Accelerator:
+    """Join the launch. Raises ValueError for a tracker that is not installed."""
+    if config.tracker and find_spec(config.tracker) is None:
+        raise ValueError(
+            f"tracker={config.tracker} needs a package that is not installed: "
+            f"pip install -e '.[{config.tracker}]'. Without it metrics.jsonl has the same numbers."
+        )
+    # cpu=True would switch DeepSpeed off, which finds its device by itself.
+    on_cpu = runs_on_cpu() and not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        gradient_accumulation_steps=1,
+        log_with=config.tracker,
+        project_dir=config.out,
+    )
+    keep_freed_pages(accelerator.device)
+    return accelerator
+
+
+def refuse_another_target(target: TargetConfig, cache: FeatureCache) -> None:
+    """Raise ValueError, naming the fields, unless `target` made the features."""
+    differences = fingerprint_differences(fingerprint(target), cache.fingerprint)
+    if differences:
+        raise ValueError(
+            f"The features in {cache.path} are not those of the target {target.path}:\n  "
+            + "\n  ".join(differences)
+            + "\n(here: the target, there: the cache). Give the target that was dumped "
+            "(target=...), or dump this one with `python -m scripts.dump_features`."
+        )
+
+
+def new_head(config: TrainConfig, target: TargetConfig) -> DraftHead:
+    """A head with random weights: the same ones in every process."""
+    torch.manual_seed(config.seed)
+    size = config.head.intermediate_size
+    return DraftHead(draft_config(load_config(target), intermediate_size=size))
+
+
+def prepare(
+    accelerator: Accelerator,
+    config: TrainConfig,
+    cache: FeatureCache,
+    target_head: TargetHead,
+    head: DraftHead,
+    *,
+    training: list[int],
+    heldout: list[int],
+    checkpoint: Path | None,
+) -> Run:
+    """Start values, optimizer and wrapping of `head`, or what `checkpoint` holds of them."""
+    if not checkpoint and config.head.init == "regression":
+        regression_init(head, target_head, cache, training)
+    loss_head = target_head
+    if config.loss.vocab:
+        loss_head = frequent_head(target_head, cache, training, count=config.loss.vocab)
+    documents = [
+        prepare_document(cache.sequence(index), target_head, accelerator.device)
+        for index in heldout[accelerator.process_index :: accelerator.num_processes]
+    ]
+    optimizer = torch.optim.AdamW(
+        head.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        settings = accelerator.state.deepspeed_plugin.deepspeed_config
+        settings["gradient_clipping"] = config.max_grad_norm  # the engine clips by itself
+        settings["train_micro_batch_size_per_gpu"] = 1  # unused: we cut batches by tokens
+    wrapped, optimizer = accelerator.prepare(head, optimizer)
+    if checkpoint:
+        restore(checkpoint, accelerator=accelerator, head=wrapped, optimizer=optimizer)
+    return Run(
+        accelerator=accelerator,
+        config=config,
+        cache=cache,
+        target_head=target_head,
+        loss_head=loss_head,
+        head=wrapped,
+        optimizer=optimizer,
+        documents=documents,
+    )

@@ -1,0 +1,82 @@
+"""One optimizer step: the same update however its sequences are cut and shared out."""
+
+import math
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from data.batches import PackedBatch, add_noise
+from data.files import write_json
+from train.loss import LossSums, distillation_loss
+from train.plan import Step
+from train.setup import Run
+
+
+def train_step(run: Run, step: Step, micro_batches: list[PackedBatch]) -> tuple[Tensor, float]:
+    """Accumulate gradients over this process's `micro_batches`, then update once.
+
+    Both loss terms are divided by the supervised pairs of all processes, so that the update does
+    not depend on how the step was cut.
+
+    returns  [3] smooth-L1, cross-entropy and agreement, means over all processes' pairs; the
+             gradient's norm before clipping
+    """
+    accelerator = run.accelerator
+    is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    sums = torch.zeros(3, device=accelerator.device)
+    for i, cpu_batch in enumerate(micro_batches):
+        is_last = i == len(micro_batches) - 1
+        loss = batch_loss(run, cpu_batch.to(accelerator.device), step.epoch)
+        sums += torch.stack([loss.smooth_l1, loss.cross_entropy, loss.agreed.float()])
+        if is_last:
+            sums = accelerator.reduce(sums, "sum") / step.num_supervised
+            stop_if_not_finite(sums, "loss", run, step)
+        accelerator.gradient_state._set_sync_gradients(is_last)  # DeepSpeed steps when it is set
+        with nullcontext() if is_last or is_deepspeed else accelerator.no_sync(run.head):
+            # DDP and ZeRO average over processes, the loss is a sum
+            scale = accelerator.num_processes / step.num_supervised
+            accelerator.backward(loss.loss * scale)
+    norm = accelerator.clip_grad_norm_(run.head.parameters(), run.config.max_grad_norm)
+    grad_norm = float(norm if norm is not None else math.nan)
+    if not is_deepspeed:  # its engine has stepped already
+        stop_if_not_finite(torch.tensor(grad_norm), "gradient", run, step)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return sums, grad_norm
+
+
+def batch_loss(run: Run, batch: PackedBatch, epoch: int) -> LossSums:
+    """Forward one packed batch, with noise on the input features only."""
+    config = run.config
+    features = add_noise(
+        batch, kind=config.noise, width=config.noise_width, seed=config.seed, epoch=epoch
+    )
+    dtype = next(run.head.parameters()).dtype  # float32, or what DeepSpeed made of it
+    embeddings = run.loss_head.embed(batch.next_ids).to(dtype)
+    with run.accelerator.autocast():
+        predicted = run.head(embeddings, features.to(dtype), batch.lengths)  # [T, H]
+    return distillation_loss(
+        predicted[batch.supervised],
+        batch.target_features,
+        run.loss_head,
+        l1_weight=config.loss.l1_weight,
+        ce_weight=config.loss.ce_weight,
+        chunk_rows=config.loss.chunk_rows,
+    )
+
+
+def stop_if_not_finite(values: Tensor, what: str, run: Run, step: Step) -> None:
+    """Raise before the update, and leave the step's conversations in OUT/nonfinite.json."""
+    if torch.isfinite(values).all():
+        return
+    ids = [run.cache.ids[index] for index in step.sequences]
+    file = Path(run.config.out) / "nonfinite.json"
+    write_json(file, {"step": step.number, "what": what, "conversations": ids})
+    raise RuntimeError(
+        f"The {what} of step {step.number} is not finite ({values.tolist()}). The weights before "
+        f"it are unharmed. The step's {len(ids)} conversations are listed in {file}. Check the "
+        f"cache, or lower lr (now {run.config.lr})."
+    )
