@@ -78,6 +78,43 @@ class DumpConfig:
 
 
 @dataclass
+class RegenerateConfig:
+    """Chats in, the same chats with replies that the target wrote out."""
+
+    target: TargetConfig = MISSING  # with an endpoint: the model there; checks what comes back
+    dataset: DatasetConfig = MISSING
+    out: str = MISSING  # chat file, JSON lines; whose replies it holds is said in OUT.origin.json
+    # http://HOST:PORT/v1 of a server (vLLM, SGLang, ...) that writes; null: Transformers, here.
+    endpoint: str | None = None
+    model: str | None = None  # its name at the endpoint; null: the only one there
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0  # sample from the likeliest tokens that hold this share; 1: from all
+    seed: int = 0  # each reply is drawn from seed, id of the chat and number of the reply alone
+    max_new_tokens: int = 512  # tokens of one reply; a chat ends before a reply that needs more
+    max_length: int = 2048  # tokens of a chat; it ends before the reply that does not fit
+    # Tokens of one batch, replies included; null: 8192 on CPU, 65536 else. No endpoint only.
+    batch_tokens: int | None = None
+    concurrency: int = 32  # chats in flight at the endpoint
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "max_length", "batch_tokens", "concurrency"):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{name} is {value}, but must be at least 1.")
+        for name, ok, expected in (
+            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+        ):
+            if not ok:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be {expected}.")
+        if self.model and not self.endpoint:
+            raise ValueError(
+                f"model={self.model} is a name at an endpoint. Give endpoint=http://HOST:PORT/v1, "
+                "or leave model out: target=... says which model answers here."
+            )
+
+
+@dataclass
 class HeldoutPromptsConfig:
     """Chats in, the prompts of those that training never saw out."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from data.cache import FORMAT_VERSION, check_version, supervised_counts
-from data.config import DumpConfig
+from data.config import DatasetConfig, DumpConfig
 from data.files import read_json, sha256, write_json
 from data.tokens import Tokens, load_tokens, save_tokens, tokenise
 
@@ -58,16 +58,21 @@ class Plan:
         return self.num_tokens * self.bytes_per_token + offsets + tokens + names + overhead
 
 
-def settings_of(config: DumpConfig, *, dtype: torch.dtype, batch_tokens: int) -> dict[str, Any]:
-    """The settings that decide the content of a cache; the chats by content, not by path."""
-    dataset = asdict(config.dataset)
+def dataset_settings(config: DatasetConfig) -> dict[str, Any]:
+    """The settings that decide which chats are read; the chats by content, not by path."""
+    dataset = asdict(config)
     for only_a_limit in ("max_dropped", "allow_implausible"):
         dataset.pop(only_a_limit)
-    file = Path(config.dataset.path)
+    file = Path(config.path)
     if file.is_file():
         dataset["sha256"] = sha256(file)
+    return {f"dataset.{key}": value for key, value in dataset.items()}
+
+
+def settings_of(config: DumpConfig, *, dtype: torch.dtype, batch_tokens: int) -> dict[str, Any]:
+    """The settings that decide the content of a cache."""
     return {
-        **{f"dataset.{key}": value for key, value in dataset.items()},
+        **dataset_settings(config.dataset),
         "target.dtype": str(dtype).removeprefix("torch."),
         "max_length": config.max_length,
         "shard_tokens": config.shard_tokens,
