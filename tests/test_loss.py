@@ -1,3 +1,5 @@
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +45,25 @@ def test_chunked_loss_and_gradient_equal_the_plain_ones(rules, chunk_rows):
 
     assert_close(chunked, plain, rtol=1e-12, atol=1e-12)
     assert_close(chunked_gradient, plain_gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
+@pytest.mark.parametrize("rules", [{}, {"logit_scale": 0.25, "soft_cap": 3.0}])
+def test_the_fused_loss_and_gradient_equal_the_plain_ones(rules):
+    head, predicted, features = make(**rules)
+    weights = {"l1_weight": 0.7, "ce_weight": 0.3}
+    fused = distillation_loss(predicted, features, head, chunk_rows=10, fuse=True, **weights)
+    plain = plain_loss(predicted, features, head, **weights)
+    same = head.logits(predicted).argmax(-1) == head.logits(features).argmax(-1)
+
+    assert_close(fused.loss, plain, rtol=1e-12, atol=1e-12)
+    assert int(fused.agreed) == int(same.sum())
+    assert_close(
+        torch.autograd.grad(fused.loss, predicted)[0],
+        torch.autograd.grad(plain, predicted)[0],
+        rtol=1e-10,
+        atol=1e-12,
+    )
 
 
 def test_the_bias_of_an_output_head_counts():

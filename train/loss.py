@@ -4,6 +4,10 @@ EAGLE (arXiv 2401.15077, section 4.2): Smooth-L1 between the predicted and the r
 cross-entropy between the distributions that the target's output head makes of them.
 """
 
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,11 +42,13 @@ def distillation_loss(
     l1_weight: float,
     ce_weight: float,
     chunk_rows: int | None = None,
+    fuse: bool = False,
 ) -> LossSums:
     """l1_weight * SmoothL1(f̂, f) + ce_weight * CE(softmax(logits(f)), softmax(logits(f̂))).
 
     predicted: [N, H]  f̂_{j+1}, at supervised positions only
     features:  [N, H]  f_{j+1}, without gradient
+    fuse:      compile the passes over the vocabulary
     returns    sums over the N positions
     """
     dtype = torch.promote_types(predicted.dtype, torch.float32)
@@ -50,7 +56,7 @@ def distillation_loss(
     smooth_l1 = F.smooth_l1_loss(predicted, features, reduction="none").mean(dim=-1).sum()
     default = CPU_CHUNK_ROWS if predicted.device.type == "cpu" else GPU_CHUNK_ROWS
     cross_entropy, agreed = _ChunkedCrossEntropy.apply(
-        predicted, features, target_head, chunk_rows or default
+        predicted, features, target_head, chunk_rows or default, fuse
     )
     loss = l1_weight * smooth_l1 + ce_weight * cross_entropy
     return LossSums(loss, smooth_l1.detach(), cross_entropy.detach(), agreed)
@@ -64,7 +70,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, predicted: Tensor, features: Tensor, target_head: TargetHead, chunk: int):
+    def forward(
+        ctx, predicted: Tensor, features: Tensor, target_head: TargetHead, chunk: int, fuse: bool
+    ):
         gradient = torch.empty_like(predicted)
         total = predicted.new_zeros(())
         agreed = torch.zeros((), dtype=torch.long, device=predicted.device)
@@ -76,9 +84,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             target_logits = target_head.logits(
                 features[start : start + chunk], out=target_buffer[: len(rows)]
             )
-            total_here, agreed_here = _cross_entropy_(logits, target_logits, target_head.soft_cap)
-            total += total_here
-            agreed += agreed_here
+            for z, target in _blocks(logits, target_logits):
+                total_here, agreed_here = _cross_entropy_(
+                    z, target, target_head.soft_cap, fuse=fuse
+                )
+                total += total_here
+                agreed += agreed_here
             gradient[start : start + chunk] = logits.to(target_head.weight.dtype) @ (
                 target_head.weight
             )
@@ -89,37 +100,72 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total: Tensor, _grad_agreed: Tensor):
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_total, None, None, None
+        return gradient * grad_total, None, None, None, None
+
+
+def _blocks(logits: Tensor, target_logits: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both in row blocks that stay in a CPU's cache; whole on a GPU."""
+    rows = max(len(logits), 1)
+    if logits.device.type == "cpu":
+        rows = max(1, CPU_BLOCK_BYTES // (logits.shape[1] * logits.element_size()))
+    return zip(logits.split(rows), target_logits.split(rows), strict=True)
 
 
 def _cross_entropy_(
-    logits: Tensor, target_logits: Tensor, soft_cap: float | None
+    z: Tensor, target: Tensor, soft_cap: float | None, *, fuse: bool
 ) -> tuple[Tensor, Tensor]:
     """Sum of the rows' cross-entropies, and how many rows agree in their argmax.
 
-    In place: `logits` becomes the gradient with respect to the logits before the soft cap, and
-    `target_logits` the target's probabilities.
+    `z` becomes the gradient with respect to the logits before the soft cap; `target` is used up.
 
-    logits, target_logits: [R, V] float32
+    z, target: [R, V] float32 logits of the head and of the target
     """
-    total = logits.new_zeros(())
-    agreed = torch.zeros((), dtype=torch.long, device=logits.device)
-    block_rows = len(logits)
-    if logits.device.type == "cpu":
-        block_rows = max(1, CPU_BLOCK_BYTES // (logits.shape[1] * logits.element_size()))
-    for z, target in zip(logits.split(block_rows), target_logits.split(block_rows), strict=True):
-        slope = None if soft_cap is None else 1 - (z / soft_cap) ** 2
-        z.sub_(z.amax(dim=-1, keepdim=True))
-        target.sub_(target.amax(dim=-1, keepdim=True))
-        agreed += ((z == 0) & (target == 0)).any(dim=-1).sum()  # the maxima are at zero now
-        target.exp_()
-        target_probs = target.div_(target.sum(dim=-1, keepdim=True))
-        # CE = log Σ exp(z) - Σ p z, and its gradient is softmax(z) - p
-        total -= torch.dot(target_probs.flatten(), z.flatten())
-        z.exp_()
-        sums = z.sum(dim=-1, keepdim=True)
-        total += sums.log().sum()
-        z.div_(sums).sub_(target_probs)
-        if slope is not None:
-            z.mul_(slope)
+    slope = None if soft_cap is None else 1 - (z / soft_cap) ** 2
+    if fuse:
+        gradient, total, agreed = _fused(z.device.type)(z, target)
+        z.copy_(gradient)
+    else:
+        total, agreed = _in_place(z, target)
+    if slope is not None:
+        z.mul_(slope)
     return total, agreed
+
+
+def _in_place(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """CE = log Σ exp(z) - Σ p z, and its gradient softmax(z) - p, with p = softmax(target)."""
+    z.sub_(z.amax(dim=-1, keepdim=True))
+    target.sub_(target.amax(dim=-1, keepdim=True))
+    agreed = ((z == 0) & (target == 0)).any(dim=-1).sum()  # the maxima are at zero now
+    target.exp_()
+    target_probs = target.div_(target.sum(dim=-1, keepdim=True))
+    total = -torch.dot(target_probs.flatten(), z.flatten())
+    z.exp_()
+    sums = z.sum(dim=-1, keepdim=True)
+    total += sums.log().sum()
+    z.div_(sums).sub_(target_probs)
+    return total, agreed
+
+
+def _out_of_place(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for a compiler, which makes few passes of it. Returns the gradient first."""
+    best, target_best = z.amax(dim=-1, keepdim=True), target.amax(dim=-1, keepdim=True)
+    agreed = ((z == best) & (target == target_best)).any(dim=-1).sum()
+    z = z - best
+    target = (target - target_best).exp()
+    scale = 1 / target.sum(dim=-1, keepdim=True)
+    dots = (target * z).sum(dim=-1) * scale[:, 0]  # Σ p z
+    z = z.exp()
+    sums = z.sum(dim=-1, keepdim=True)
+    total = (sums.log()[:, 0] - dots).sum()
+    return z / sums - target * scale, total, agreed
+
+
+@functools.cache
+def _fused(device: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    compiler = os.environ.get("CXX", "g++")
+    if device == "cpu" and shutil.which(compiler) is None:
+        raise RuntimeError(
+            f"loss.fuse=true needs a C++ compiler on a CPU, but there is no {compiler}. Install "
+            "one (apt-get install g++), or use loss.fuse=false: only the speed differs."
+        )
+    return torch.compile(_out_of_place, dynamic=True)

@@ -65,6 +65,7 @@ def batch_loss(run: Run, batch: PackedBatch, epoch: int) -> LossSums:
         l1_weight=config.loss.l1_weight,
         ce_weight=config.loss.ce_weight,
         chunk_rows=config.loss.chunk_rows,
+        fuse=config.loss.fuse,
     )
 
 
