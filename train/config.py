@@ -28,6 +28,7 @@ class LossConfig:
     ce_weight: float = 0.1  # weight of the cross-entropy term
     vocab: int | None = None  # cross-entropy over the N most frequent tokens only; null: all
     chunk_rows: int | None = None  # positions per output head product; null: 512 CPU, 2048 GPU
+    fuse: bool = False  # compile the passes over the vocabulary (needs a C++ compiler, or Triton)
 
 
 @dataclass
