@@ -13,14 +13,23 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from train.unroll import chain_attention
 
-def draft_config(target: PretrainedConfig, *, intermediate_size: int | None = None) -> LlamaConfig:
+SERVED_INPUTS = "feature_token"  # the one kind of fc that engines build
+
+
+def draft_config(
+    target: PretrainedConfig, *, intermediate_size: int | None = None, inputs: str = SERVED_INPUTS
+) -> LlamaConfig:
     """The Llama-shaped config of a head for `target`, whatever family the target is.
 
     Heads, widths, RoPE and epsilon are the target's own; a mixture of experts gives its dense
     equivalent width (experts per token x expert width). Raises ValueError if a size is missing.
+
+    inputs: what fc reads (`head.inputs`); kept in the config only where it is not the usual one
     """
     text: Any = target.get_text_config()
+    extra: dict[str, Any] = {} if inputs == SERVED_INPUTS else {"head_inputs": inputs}
     hidden = text.hidden_size
     num_heads = text.num_attention_heads
     width = intermediate_size or _dense_width(text)
@@ -42,6 +51,7 @@ def draft_config(target: PretrainedConfig, *, intermediate_size: int | None = No
         tie_word_embeddings=False,
         bos_token_id=text.bos_token_id,
         eos_token_id=text.eos_token_id,
+        **extra,
     )
 
 
@@ -110,26 +120,51 @@ class DraftHead(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.inputs: str = getattr(config, "head_inputs", SERVED_INPUTS)
+        width = config.hidden_size * (2 if self.inputs == "feature_token" else 1)
+        self.fc = nn.Linear(width, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([DecoderLayer(config)])
         self.rotary = LlamaRotaryEmbedding(config)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=config.initializer_range)
 
-    def forward(self, embeddings: Tensor, features: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Predict the next feature of every pair of a few packed documents.
+    def forward(
+        self,
+        embeddings: Tensor,
+        features: Tensor,
+        lengths: Sequence[int],
+        starts: Tensor | None = None,
+        num_steps: int = 1,
+    ) -> Tensor:
+        """Predict the next feature of every pair of a few packed documents, or draft on from some.
 
         embeddings: [T, H]  raw embedding rows of t_{j+1}
         features:   [T, H]  f_j
         lengths:    pairs of each document, summing to T; none attends to another. An empty batch
                     is one document of no pairs: a process without data still takes part
-        returns     [T, H]  f̂_{j+1}
+        starts:     [M]     ascending pairs that chains of `num_steps` start from (train/unroll.py)
+        returns     [T, H]  f̂_{j+1}; with starts [num_steps, M, H], f̂_{s+1} ... f̂_{s+num_steps}
         """
-        positions = [torch.arange(n, device=features.device) for n in lengths]
+        positions = torch.cat([torch.arange(n, device=features.device) for n in lengths])
         x = self.fuse(embeddings, features)
-        query, key, value = self.query_key_value(x, torch.cat(positions))
-        return self.finish(x, packed_attention(query, key, value, lengths))
+        query, key, value = self.query_key_value(x, positions)
+        attended = packed_attention(query, key, value, lengths)
+        if starts is None:
+            return self.finish(x, attended)
+
+        predicted = [self.finish(x[starts], attended[:, starts])]  # [M, H]
+        own: list[tuple[Tensor, Tensor]] = []
+        for step in range(1, num_steps):
+            # The text's own token, the head's own feature. HASS trains each step on the features
+            # that the step before happens to give; no gradient goes back through them.
+            tokens = embeddings[(starts + step).clamp(max=len(embeddings) - 1)]
+            x = self.fuse(tokens, predicted[-1].detach())
+            query, own_key, own_value = self.query_key_value(x, positions[starts] + step)
+            own.append((own_key, own_value))
+            attended = chain_attention(query, key, value, starts, own, lengths)
+            predicted.append(self.finish(x, attended))
+        return torch.stack(predicted)
 
     @property
     def layer(self) -> DecoderLayer:
@@ -137,7 +172,15 @@ class DraftHead(nn.Module):
 
     def fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:
         """`fc([e; f])`, embedding first: [..., H] and [..., H] -> [..., H]."""
-        return self.fc(torch.cat([embeddings, features], dim=-1))
+        return self.fc(self.fc_inputs(embeddings, features))
+
+    def fc_inputs(self, embeddings: Tensor, features: Tensor) -> Tensor:
+        """What fc reads: [..., 2H], or [..., H] for a head of an ablation (`head.inputs`)."""
+        if self.inputs == "token":
+            return embeddings
+        if self.inputs == "feature":
+            return features
+        return torch.cat([embeddings, features], dim=-1)
 
     def query_key_value(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values.
