@@ -1,12 +1,13 @@
 """The settings of the data stages: type, default, unit and one comment each."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from omegaconf import MISSING
 
 TARGET_ENGINES = ("transformers", "vllm")
 DEVICE_MAPS = (None, "auto", "balanced", "sequential")
 FEATURE_DTYPES = ("auto", "int8")
+COLORS = ("auto", "always", "never")
 
 
 def one_of(name: str, value: object, known: tuple) -> None:
@@ -75,6 +76,29 @@ class DumpConfig:
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1.")
         one_of("feature_dtype", self.feature_dtype, FEATURE_DTYPES)
+
+
+@dataclass
+class PreviewConfig:
+    """Chats and a target's tokenizer in, what a dump would store of them on the terminal."""
+
+    target: TargetConfig = MISSING  # its tokenizer; no weights are loaded
+    dataset: DatasetConfig = MISSING
+    max_length: int = 2048  # as in the dump
+    show: int = 3  # sequences, drawn from all of them
+    seed: int = 0  # of the draw
+    # These chats instead, without statistics of all; an id of digits needs quotes: ids=["'7_1'"].
+    ids: list[str] = field(default_factory=list)
+    color: str = "auto"  # auto (on a terminal, unless NO_COLOR is set), always or never
+    max_chars: int | None = 4000  # characters shown of one sequence; null: all
+    html: str | None = None  # also write a page, with the whole of these sequences
+
+    def __post_init__(self) -> None:
+        one_of("color", self.color, COLORS)
+        for name, least in (("max_length", 1), ("show", 0), ("max_chars", 100)):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"{name} is {value}, but must be at least {least}.")
 
 
 @dataclass
