@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 
-from data.cache import FORMAT_VERSION, check_version, supervised_counts
+from data.cache import FORMAT_VERSION, check_version
 from data.config import DatasetConfig, DumpConfig
 from data.files import read_json, sha256, write_json
+from data.plausible import check_plausible
+from data.statistics import measure, pieces, summary
+from data.template import control_tokens
 from data.tokens import Tokens, load_tokens, save_tokens, tokenise
 
 log = logging.getLogger(__name__)
@@ -35,6 +38,7 @@ class Plan:
     settings: dict[str, Any]  # all that decides the content of the cache
     versions: dict[str, str]  # of the libraries that made the plan
     counts: dict[str, Any]  # conversations read, dropped and mended, by reason
+    statistics: dict[str, Any]  # lengths, replies and mask of all sequences (data/statistics.py)
     hidden_size: int
     feature_dtype: str
     num_tokens: int
@@ -114,21 +118,32 @@ def make_plan(
     text_config: Any,
     dtype: torch.dtype,
 ) -> tuple[Plan, Tokens]:
-    """Tokenise everything and cut it into shards. Writes nothing but unnamed files in `folder`."""
+    """Tokenise everything and cut it into shards. Writes nothing but unnamed files in `folder`.
+
+    Raises ValueError for tokens that the target cannot take, and for implausible ones.
+    """
     ids, tokens, counts = tokenise(tokenizer, config, folder)
     _check_tokens(tokens, text_config)
     log.info("%s", counts.summary())
-    supervised = supervised_counts(tokens.loss_mask, tokens.offsets)
+    statistics = measure(
+        pieces(tokens),
+        max_length=config.max_length,
+        end_tokens=control_tokens(tokenizer),
+        spell=tokenizer.decode,
+    )
+    log.info("%s", summary(statistics))
+    check_plausible(statistics, config.dataset)
     plan = Plan(
         fingerprint=fingerprint,
         settings=settings,
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         counts=counts.to_json(),
+        statistics=asdict(statistics),
         hidden_size=text_config.hidden_size,
         # The size of a float32 feature buys nothing: bf16 rounding moves .2 % of the argmaxes.
         feature_dtype="float16" if dtype == torch.float16 else "bfloat16",
         num_tokens=len(tokens.input_ids),
-        num_supervised=int(supervised.sum()),
+        num_supervised=statistics.pairs,
         tokens_sha256="",
         sequence_ids=ids,
         shards=cut_shards(tokens.lengths.tolist(), config.shard_tokens),
