@@ -11,9 +11,13 @@ from a user turn to an assistant turn. What is in the way of that, and what happ
       neither user nor assistant, later           answers to something that cannot be shown
       system turn
     NUL, lone surrogate, invalid UTF-8          removed; replaced by U+FFFD
-    repeated or missing id                      made unique, of the same stem; the record's number
+    repeated id                                 made unique, of the same stem
+    number as id                                its digits, so that 7, 7.0 and "7" are repeated
+    missing, null or blank id; list, ...        the record's number
     no user turn with a reply is left           the record is dropped
     record of another shape                     the record is dropped
+
+A key whose value is null counts as absent: that is how Arrow writes what a record does not have.
 """
 
 import re
@@ -21,11 +25,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from data.config import DatasetConfig
-from data.records import RECORD, read_records
+from data.records import RECORD
+from data.sources import source_records
 from data.split import with_suffix
 
 ROLES = {
@@ -39,6 +43,8 @@ ROLES = {
     "bard": "assistant",
 }
 NUM_EXAMPLES = 3  # kept for each reason
+MAX_REASONS = 40  # told apart, dropped and mended: a speaker's name is one, and there may be many
+MAX_NAME = 40  # characters shown of a name that the data gives
 
 
 @dataclass(frozen=True)
@@ -67,12 +73,10 @@ class Counts:
         return self.read - self.dropped.total()
 
     def drop(self, reason: str, example: str) -> None:
-        self.dropped[reason] += 1
-        self._keep(reason, example)
+        self._count(self.dropped, reason, example)
 
     def mend(self, reason: str, example: str) -> None:
-        self.mended[reason] += 1
-        self._keep(reason, example)
+        self._count(self.mended, reason, example)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -92,23 +96,23 @@ class Counts:
                 lines.append(f"  {title} {count:>8,}  {reason}  ({examples})")
         return "\n".join(lines)
 
-    def _keep(self, reason: str, example: str) -> None:
+    def _count(self, counter: Counter[str], reason: str, example: str) -> None:
+        if reason not in self.examples and len(self.examples) >= MAX_REASONS:
+            reason = "other reasons"
+        counter[reason] += 1
         examples = self.examples.setdefault(reason, [])
         if len(examples) < NUM_EXAMPLES:
             examples.append(example)
 
 
 def read_conversations(config: DatasetConfig, counts: Counts) -> Iterator[Conversation]:
-    """Yield the usable conversations of a file, in its order, in flat memory.
+    """Yield the usable conversations of a file, folder or hub data set, in order, in flat memory.
 
-    Raises FileNotFoundError; ValueError for a file that is not JSON or is cut off, and at the end
-    if nothing, or less than `1 - max_dropped` of the records, could be used.
+    Raises what `source_records` raises, and ValueError at the end if nothing, or less than
+    `1 - max_dropped` of the records, could be used.
     """
-    path = Path(config.path)
-    if not path.is_file():
-        raise FileNotFoundError(f"dataset.path is {path}, but there is no such file.")
     seen: dict[str, int] = {}  # id -> how often
-    for record in read_records(path, allow_truncated=config.allow_truncated):
+    for record in source_records(config):
         counts.read += 1
         conversation = _conversation(record, counts)
         if conversation is None:
@@ -147,20 +151,31 @@ def _conversation(record: Any, counts: Counts) -> Conversation | None:
     if not isinstance(record, dict):
         counts.drop(f"record is {_kind(record)}", name)
         return None
-    turns = record.get("conversations", record.get("messages"))
-    if isinstance(record.get("id"), str | int) and str(record["id"]).strip():
-        name = _text(str(record["id"]))
+    name, reasons = _name(record.get("id"), name)
+    turns = _first(record, "conversations", "messages")
     if not isinstance(turns, list):
-        found = ", ".join(map(repr, record))
-        counts.drop('no list "conversations" or "messages"', f"{name} has {found}")
+        counts.drop('no list "conversations" or "messages"', f"{name} has {_members(record)}")
         return None
-    usable, reasons = _usable(turns)
+    usable, turn_reasons = _usable(turns)
     if not any(turn.role == "assistant" for turn in usable):
-        counts.drop(_why_dropped(turns, reasons), name)
+        counts.drop(_why_dropped(turns, turn_reasons), name)
         return None
-    for reason in reasons:
+    for reason in reasons + turn_reasons:
         counts.mend(reason, name)
     return Conversation(name, tuple(usable))
+
+
+def _name(value: Any, number: str) -> tuple[str, list[str]]:
+    """A conversation's id, and the reason if it is not the given one."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # what Arrow and pandas make of whole numbers beside a null
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if isinstance(value, str) and value.strip():
+        return _text(value), []
+    if value is None or value == "" or value != value:  # nan is null to pandas
+        return number, ["no id"]
+    return number, [f"id that is {'blank' if isinstance(value, str) else _kind(value)}"]
 
 
 def _why_dropped(turns: list, reasons: list[str]) -> str:
@@ -179,7 +194,7 @@ def _usable(raw: list) -> tuple[list[Turn], list[str]]:
         if isinstance(turn, str):
             reasons[f"cut off before {turn}"] = None
             break
-        if turn.role == "system" and any(t.role != "system" for t in turns):
+        if turn.role == "system" and turns and turns[-1].role != "system":
             reasons["cut off before a later system turn"] = None
             break
         text = _text(turn.text)
@@ -209,11 +224,13 @@ def _turn(item: Any) -> Turn | str:
     """A turn as it was read, or what is wrong with it."""
     if not isinstance(item, dict):
         return f"a turn that is {_kind(item)}"
-    speaker = item.get("from", item.get("role"))
+    speaker = _first(item, "from", "role")
+    if speaker is None:
+        return f"a turn without a speaker, with {_members(item)}"
     role = ROLES.get(speaker.strip().lower()) if isinstance(speaker, str) else None
     if role is None:
-        return f"the speaker {speaker!r}"
-    content = item.get("value", item.get("content"))
+        return f"the speaker {_short(speaker)}"
+    content = _first(item, "value", "content")
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
         texts = [part for part in parts if isinstance(part, str)]
@@ -223,6 +240,11 @@ def _turn(item: Any) -> Turn | str:
     return Turn(role, content) if isinstance(content, str) else f"a turn that is {_kind(content)}"
 
 
+def _first(values: dict, *keys: str) -> Any:
+    """The value of the first of the keys that has one."""
+    return next((values[key] for key in keys if values.get(key) is not None), None)
+
+
 def _text(text: str) -> str:
     # Tokenizers take valid Unicode only, and a NUL ends the string in some.
     return re.sub("[\ud800-\udfff]", "\ufffd", text).replace("\0", "")
@@ -230,4 +252,16 @@ def _text(text: str) -> str:
 
 def _kind(value: Any) -> str:
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value"}
-    return "null" if value is None else kinds.get(type(value), "a number")
+    kinds |= {int: "a number", float: "a number", type(None): "null"}
+    return kinds.get(type(value), type(value).__name__)
+
+
+def _members(record: dict) -> str:
+    """The keys of an object, and what they hold."""
+    shown = [f"{_short(key)} ({_kind(value)})" for key, value in record.items()]
+    return ", ".join(shown[:6]) + f" and {len(shown) - 6} more" * (len(shown) > 6) or "no key"
+
+
+def _short(name: Any) -> str:
+    text = repr(name)
+    return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}…"

@@ -16,6 +16,7 @@ import torch
 from data.cache import FORMAT_VERSION, check_version
 from data.config import DatasetConfig, DumpConfig
 from data.files import read_json, sha256, write_json
+from data.sources import source_digest
 from data.plausible import check_plausible
 from data.statistics import measure, pieces, summary
 from data.template import control_tokens
@@ -67,9 +68,7 @@ def dataset_settings(config: DatasetConfig) -> dict[str, Any]:
     dataset = asdict(config)
     for only_a_limit in ("max_dropped", "allow_implausible"):
         dataset.pop(only_a_limit)
-    file = Path(config.path)
-    if file.is_file():
-        dataset["sha256"] = sha256(file)
+    dataset["sha256"] = source_digest(config)
     return {f"dataset.{key}": value for key, value in dataset.items()}
 
 
@@ -87,7 +86,8 @@ def settings_of(config: DumpConfig, *, dtype: torch.dtype, batch_tokens: int) ->
 def settings_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """One readable line for each setting that differs."""
     same_data = ours.get("dataset.sha256") == theirs.get("dataset.sha256") is not None
-    fields = [k for k in {**theirs, **ours} if not (k == "dataset.path" and same_data)]
+    place = ("dataset.path", "dataset.revision")
+    fields = [k for k in {**theirs, **ours} if not (k in place and same_data)]
     return [
         f"{key}: {theirs.get(key)} there, {ours.get(key)} now"
         for key in fields
