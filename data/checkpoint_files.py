@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -109,6 +110,12 @@ class Checkpoint:
                 piece = f.get_slice(name)
                 row = piece[:1] if piece.get_shape() else f.get_tensor(name)
         return row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    def gguf_type(self) -> str:
+        """The type, such as Q4_K, that most matrices of a GGUF file are stored in."""
+        tensors = _gguf_tensors(self._path(str(self.location.gguf_file))).values()
+        types = Counter(t.tensor_type.name for t in tensors if len(t.shape) > 1)
+        return types.most_common(1)[0][0]
 
     def _path(self, file: str) -> Path:
         if file not in self._paths:

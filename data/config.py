@@ -29,10 +29,31 @@ class TargetConfig:
     # One target over several GPUs: auto, balanced or sequential, as in Transformers.
     device_map: str | None = None
     engine: str = "transformers"  # what computes features: transformers or vllm (dump only)
+    tensor_parallel: int = 1  # GPUs that one target is cut over (engine=vllm only)
 
     def __post_init__(self) -> None:
         one_of("target.engine", self.engine, TARGET_ENGINES)
         one_of("target.device_map", self.device_map, DEVICE_MAPS)
+        if self.tensor_parallel < 1:
+            raise ValueError(
+                f"target.tensor_parallel is {self.tensor_parallel}, expected 1 or more."
+            )
+        spread = "device_map" if self.device_map else "engine=vllm" if self.engine == "vllm" else ""
+        if spread and self.device != "auto":
+            raise ValueError(
+                f"target.{spread} chooses the devices itself, but target.device is {self.device}. "
+                "Leave target.device out, and hide GPUs with CUDA_VISIBLE_DEVICES."
+            )
+        if self.engine == "vllm" and self.device_map:
+            raise ValueError(
+                "target.device_map spreads a target of engine=transformers; with engine=vllm give "
+                "target.tensor_parallel=N."
+            )
+        if self.tensor_parallel > 1 and self.engine != "vllm":
+            raise ValueError(
+                f"target.tensor_parallel={self.tensor_parallel} needs target.engine=vllm; "
+                "Transformers spreads a target with target.device_map=auto."
+            )
 
 
 def or_known(config: TargetConfig, fingerprint: dict[str, str]) -> TargetConfig:

@@ -4,7 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+)
 
 from data.checkpoint_files import explained, locate
 from data.config import TargetConfig
@@ -20,23 +26,40 @@ def _capped(config: Any) -> tuple[float, float | None]:
     return 1.0, config.final_logit_softcapping
 
 
+def _scaled(config: Any) -> tuple[float, float | None]:
+    return config.logit_scale, None
+
+
 # model_type of the text model -> (scale, soft cap) that turn `lm_head(f)` into its logits.
 # A family belongs here once a test shows that features and head give the model's own logits.
 FAMILIES: dict[str, Callable[[Any], tuple[float, float | None]]] = {
+    "apertus": _plain,
+    "cohere": _scaled,
+    "cohere2": _scaled,
+    "ernie4_5": _plain,
+    "exaone4": _plain,
+    "gemma": _plain,
+    "gemma2": _capped,
+    "gemma3_text": _capped,
+    "glm4": _plain,
+    "glm4_moe": _plain,
+    "gpt_oss": _plain,
+    "granite": lambda config: (1.0 / config.logits_scaling, None),
     "llama": _plain,
     "mistral": _plain,
     "mixtral": _plain,
+    "olmo2": _plain,
+    "olmo3": _plain,
+    "phi3": _plain,
     "qwen2": _plain,
     "qwen2_moe": _plain,
     "qwen3": _plain,
     "qwen3_moe": _plain,
-    "phi3": _plain,
-    "gemma2": _capped,
-    "gemma3_text": _capped,
-    "granite": lambda config: (1.0 / config.logits_scaling, None),
-    "cohere": lambda config: (config.logit_scale, None),
+    "seed_oss": _plain,
+    "smollm3": _plain,
 }
-WRAPPERS = ("gemma3",)  # image-text models whose text part works alone
+# Image-text models whose text part works alone, and the class that Transformers loads them with.
+WRAPPERS = {"gemma3": AutoModelForCausalLM, "mistral3": AutoModelForImageTextToText}
 
 EMBEDDINGS = (
     "model.embed_tokens.weight",
@@ -50,6 +73,12 @@ OUTPUTS = (
     "output.weight",  # GGUF
 )
 BIASES = ("lm_head.bias", "language_model.lm_head.bias", "output.bias")
+NORMS = (
+    "model.norm.weight",
+    "language_model.model.norm.weight",
+    "model.language_model.norm.weight",
+    "output_norm.weight",  # GGUF
+)
 
 
 def load_config(config: TargetConfig) -> PretrainedConfig:
@@ -65,10 +94,16 @@ def load_config(config: TargetConfig) -> PretrainedConfig:
         raise ValueError(
             f"{config.path} is a {loaded.model_type} model, whose output head has not been tested "
             f"here. Tested families: {', '.join(sorted(FAMILIES))}; text part of "
-            f"{', '.join(WRAPPERS)}. To add one: a line in FAMILIES (data/target.py) and the test "
-            "that its features and head give the model's own logits."
+            f"{', '.join(WRAPPERS)}. To add one: a line in FAMILIES (data/families.py) with the "
+            "scale and soft cap of its logits, and a line in tests/test_target.py, whose test "
+            "holds features and head against the model's own logits."
         )
     return loaded
+
+
+def model_class(loaded: PretrainedConfig) -> Any:
+    """The Auto class of Transformers that builds the target with its output head."""
+    return WRAPPERS.get(loaded.model_type, AutoModelForCausalLM)
 
 
 def load_tokenizer(config: TargetConfig) -> Any:

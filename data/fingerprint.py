@@ -9,7 +9,14 @@ from transformers import PretrainedConfig
 
 from data.checkpoint_files import Checkpoint, open_checkpoint
 from data.config import TargetConfig
-from data.families import EMBEDDINGS, OUTPUTS, load_config, load_tokenizer
+from data.families import EMBEDDINGS, NORMS, OUTPUTS, load_config, load_tokenizer
+
+PLACE = ("path", "revision")
+WIDTHS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4}  # methods whose config does not say
+QUANTISED = (
+    " (none is full precision; quantised weights compute other features, and a head accepts less "
+    "on features that it was not trained on: dump with the very copy that is served)"
+)
 
 
 def fingerprint(config: TargetConfig) -> dict[str, str]:
@@ -17,10 +24,6 @@ def fingerprint(config: TargetConfig) -> dict[str, str]:
     loaded = load_config(config)
     tokenizer = load_tokenizer(config)
     checkpoint = open_checkpoint(config)
-    quantization = getattr(loaded, "quantization_config", None) or {}
-    if not isinstance(quantization, dict):
-        quantization = quantization.to_dict()
-    method = "gguf" if checkpoint.location.gguf_file else quantization.get("quant_method", "none")
     return {
         "path": config.path,
         "revision": config.revision or "",
@@ -29,18 +32,39 @@ def fingerprint(config: TargetConfig) -> dict[str, str]:
         "weights": _digest(_weight_samples(checkpoint, loaded)),
         "tokenizer": _digest([_tokenizer_text(tokenizer)]),
         "chat_template": _digest([json.dumps(tokenizer.chat_template, sort_keys=True)]),
-        "quantization": str(method),
+        "quantization": _quantization(checkpoint, loaded),
     }
 
 
 def fingerprint_differences(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
-    """One readable line for each field that differs; the place of a target is none of them."""
-    fields = [key for key in {**ours, **theirs} if key not in ("path", "revision")]
+    """One readable line for each field that differs; the place of a target is none of them.
+
+    The quantization comes first: where it differs, the config and the weights do so because of it.
+    """
+    fields = [key for key in {"quantization": "", **ours, **theirs} if key not in PLACE]
     return [
         f"{key}: {ours.get(key, 'absent')} here, {theirs.get(key, 'absent')} there"
+        + (QUANTISED if key == "quantization" else "")
         for key in fields
         if ours.get(key) != theirs.get(key)
     ]
+
+
+def _quantization(checkpoint: Checkpoint, loaded: PretrainedConfig) -> str:
+    """Method and width of the weights, such as `awq 4-bit` or `gguf Q4_K`; none if they are whole."""
+    if checkpoint.location.gguf_file:
+        return f"gguf {checkpoint.gguf_type()}"
+    settings = getattr(loaded, "quantization_config", None) or {}
+    if not isinstance(settings, dict):
+        settings = settings.to_dict()
+    method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
+    groups = [group.get("weights") or {} for group in settings.get("config_groups", {}).values()]
+    widths = {group["num_bits"] for group in groups if "num_bits" in group}  # compressed-tensors
+    widths |= {settings[key] for key in ("bits", "w_bit", "nbits") if settings.get(key)}
+    widths |= {bits for bits in (4, 8) if settings.get(f"load_in_{bits}bit")}  # bitsandbytes
+    widths |= {WIDTHS[method]} if method in WIDTHS else set()
+    names = "/".join(f"{bits}-bit" for bits in sorted(widths))
+    return f"{method} {names}".strip() if settings else "none"
 
 
 def _weight_samples(checkpoint: Checkpoint, loaded: PretrainedConfig) -> Iterable[bytes | str]:
@@ -50,10 +74,9 @@ def _weight_samples(checkpoint: Checkpoint, loaded: PretrainedConfig) -> Iterabl
     """
     last = loaded.get_text_config().num_hidden_layers - 1
     wanted = (f"layers.{last}.", f"blk.{last}.")
-    norms = ("model.norm.weight", "language_model.norm.weight", "output_norm.weight")
     for name in sorted(checkpoint.files):
         in_layer = any(part in name for part in wanted) and "vision" not in name
-        if in_layer or name in EMBEDDINGS + OUTPUTS or name.endswith(norms):
+        if in_layer or name in EMBEDDINGS + OUTPUTS + NORMS:
             yield name
             yield checkpoint.sample(name)
 

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from data.config import TargetConfig
+from data.families import FAMILIES as KNOWN_FAMILIES
 from data.target import (
     Target,
     TargetHead,
@@ -40,18 +41,30 @@ SIZES = {
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 # model_type -> what differs from SIZES; scales and caps strong enough to move every logit
 FAMILIES: dict[str, dict] = {
-    "llama": {},
-    "mistral": {"sliding_window": 8},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {},
-    "phi3": {},
+    "apertus": {},
+    "cohere": {"logit_scale": 0.0625},
+    "cohere2": {"logit_scale": 0.0625, "sliding_window": 8},
+    "ernie4_5": {},
+    "exaone4": {"sliding_window": 8},
+    "gemma": {},
     "gemma2": {"final_logit_softcapping": 1.5, "attn_logit_softcapping": 0.5, "sliding_window": 8},
     "gemma3_text": {"sliding_window": 8},
+    "glm4": {},
+    "glm4_moe": {"n_routed_experts": 4, **EXPERTS},
+    "gpt_oss": {"num_local_experts": 4, "sliding_window": 8, **EXPERTS},
     "granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0},
-    "cohere": {"logit_scale": 0.0625},
+    "llama": {},
+    "mistral": {"sliding_window": 8},
     "mixtral": {"num_local_experts": 4, **EXPERTS},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 8},
+    "phi3": {},
+    "qwen2": {"tie_word_embeddings": True},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS},
+    "qwen3": {},
     "qwen3_moe": {"num_experts": 4, **EXPERTS},
+    "seed_oss": {},
+    "smollm3": {},
 }
 
 
@@ -59,7 +72,7 @@ def family_config(model_type: str) -> PretrainedConfig:
     return AutoConfig.for_model(model_type, **{**SIZES, **FAMILIES[model_type]})
 
 
-def tiny_gemma3_config() -> PretrainedConfig:
+def wrapped_config(model_type: str) -> PretrainedConfig:
     """An image-text model, of which only the text part is used."""
     vision = {
         "hidden_size": 16,
@@ -70,9 +83,9 @@ def tiny_gemma3_config() -> PretrainedConfig:
         "patch_size": 14,
     }
     text = {**SIZES, "sliding_window": 8}
-    return AutoConfig.for_model(
-        "gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4
-    )
+    if model_type == "mistral3":
+        text["model_type"] = "mistral"
+    return AutoConfig.for_model(model_type, text_config=text, vision_config=vision)
 
 
 def load(folder: Path, **settings) -> Target:
@@ -90,6 +103,10 @@ def assert_same_head(head: TargetHead, target: Target) -> None:
     assert (head.logit_scale, head.soft_cap) == (target.head.logit_scale, target.head.soft_cap)
 
 
+def test_no_family_is_untested():
+    assert FAMILIES.keys() == KNOWN_FAMILIES.keys()
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_features_and_head_give_the_own_logits_of_every_family(model_type, tmp_path):
     target = load(save_tiny_target(tmp_path, family_config(model_type)))
@@ -104,8 +121,9 @@ def test_features_and_head_give_the_own_logits_of_every_family(model_type, tmp_p
     assert not list(read(tmp_path).parameters())
 
 
-def test_the_text_part_of_an_image_text_model_is_a_target(tmp_path):
-    target = load(save_tiny_target(tmp_path, tiny_gemma3_config()))
+@pytest.mark.parametrize("model_type", ["gemma3", "mistral3"])
+def test_the_text_part_of_an_image_text_model_is_a_target(model_type, tmp_path):
+    target = load(save_tiny_target(tmp_path, wrapped_config(model_type)))
     input_ids = torch.arange(20)[None] + 3
     with torch.no_grad():
         theirs = target.model(input_ids=input_ids).logits
@@ -138,7 +156,7 @@ def test_padding_on_the_right_changes_no_feature(target_path):
 def test_an_unknown_family_is_refused_by_name(tmp_path):
     config = AutoConfig.for_model("gpt2", vocab_size=259, n_embd=8, n_layer=1, n_head=2)
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"is a gpt2 model.*Tested families: cohere, gemma2"):
+    with pytest.raises(ValueError, match=r"is a gpt2 model.*Tested families: apertus, cohere, "):
         load(tmp_path)
 
 

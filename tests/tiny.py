@@ -6,12 +6,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
+
+from data.families import model_class
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -66,7 +63,8 @@ def save_tiny_target(
 ) -> Path:
     """Write a random target (Llama unless `config` says otherwise) with its tokenizer."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config or tiny_llama_config(), dtype=torch.float32)
+    config = config or tiny_llama_config()
+    model = model_class(config).from_config(config, dtype=torch.float32)
     model.save_pretrained(folder, **save)
     tiny_tokenizer().save_pretrained(folder)
     return folder
