@@ -5,7 +5,6 @@ ends byte-identical to one that was not, whatever the number of processes.
 """
 
 import contextlib
-import fcntl
 import logging
 import sys
 import tempfile
@@ -20,7 +19,8 @@ from tqdm import tqdm
 
 from data.cache import FORMAT_VERSION, shard_record
 from data.config import DumpConfig
-from data.files import write_json
+from data.files import json_bytes, write_json, writing
+from data.lock import locked
 from data.plan import (
     Plan,
     check_folder,
@@ -34,7 +34,7 @@ from data.plan import (
     settings_of,
     write_plan,
 )
-from data.processes import process_state
+from data.processes import barrier, process_state, stoppable
 from data.shards import batches_of, padded, shard_features, write
 from data.target import (
     Target,
@@ -51,8 +51,9 @@ from data.tokens import Tokens
 
 log = logging.getLogger(__name__)
 
-# The other processes wait while the first one reads and tokenises the chats.
-TIMEOUT = timedelta(hours=2)
+# The first process may read chats for hours, and the slowest may end hours after the others. One
+# that has died is noticed at once.
+TIMEOUT = timedelta(days=2)
 BATCH_TOKENS = {"cpu": 2048, "accelerator": 16384}
 
 
@@ -62,8 +63,13 @@ def dump(config: DumpConfig) -> Path:
     Raises ValueError for what the user can mend (settings, folder, data, space, features that are
     not finite), and RuntimeError if another dump holds the folder or the outside world fails.
     """
+    with stoppable("stopped: the same command goes on from here"):
+        return _dump(config, Path(config.out).expanduser())
+
+
+def _dump(config: DumpConfig, out: Path) -> Path:
     state = process_state(timeout=TIMEOUT)
-    out = Path(config.out).expanduser()
+    wait_for_everyone = barrier(state, timeout=TIMEOUT)
     if state.is_main_process:
         check_folder(out)
     if config.dry_run:
@@ -71,44 +77,26 @@ def dump(config: DumpConfig) -> Path:
             plan, tokens = prepare_dump(config, out)
             _start(config, out, plan, tokens, list(range(len(plan.shards))), world=1)
         return out
-    with _locked(out) if state.is_main_process else contextlib.nullcontext():
+    with lock_cache(out) if state.is_main_process else contextlib.nullcontext():
         if state.is_main_process:
             remove_leftovers(out)
             prepare_dump(config, out)
-        state.wait_for_everyone()
+        wait_for_everyone()
         if (out / "manifest.json").is_file():
             return out
         plan = read_plan(out)
         run_shards(config, out, plan, rank=state.process_index, world=state.num_processes)
-        state.wait_for_everyone()
+        wait_for_everyone()
         if state.is_main_process:
             write_manifest(out, plan)
-        state.wait_for_everyone()
+        wait_for_everyone()
     return out
 
 
 def prepare_dump(config: DumpConfig, out: Path) -> tuple[Plan, Tokens]:
     """Make and write the plan, or take the folder's own if it is of the same settings."""
-    loaded = load_config(config.target)
-    dtype = target_dtype(config.target, loaded)
-    settings = settings_of(config, dtype=dtype, batch_tokens=_batch_tokens(config))
-    ours = fingerprint(config.target)
-    is_new = not (out / "plan.json").is_file()
-    if is_new:
-        plan, tokens = make_plan(
-            config,
-            load_tokenizer(config.target),
-            out if out.is_dir() else Path(tempfile.gettempdir()),  # a dry run makes no folder
-            fingerprint=ours,
-            settings=settings,
-            text_config=loaded.get_text_config(),
-            dtype=dtype,
-        )
-    else:
-        plan = read_plan(out)
-        differences = settings_differences(settings, plan.settings)
-        check_same(out, differences + fingerprint_differences(ours, plan.fingerprint))
-        tokens = read_tokens(out, plan, checksum=True)
+    with writing(out, also_reads=True):
+        plan, tokens, is_new = _plan_of(config, out)
     log.info(
         "plan: %s sequences, %s tokens, %s pairs supervised (%.1f %%), %d shards",
         f"{len(plan.sequence_ids):,}",
@@ -117,19 +105,42 @@ def prepare_dump(config: DumpConfig, out: Path) -> tuple[Plan, Tokens]:
         100 * plan.num_supervised / plan.num_tokens,
         len(plan.shards),
     )
-    records = [shard_record(out, index, checksum=False) for index in range(len(plan.shards))]
-    finished = [record["bytes"] for record in records if record is not None]
-    if len(finished) == len(records) and (out / "manifest.json").is_file():
+    records = shard_records(out, plan)
+    if None not in records and manifest_is(out, plan):
         log.info("%s is finished: nothing to do.", out)
         return plan, tokens
     if (out / "manifest.json").is_file() and not config.dry_run:
-        broken = [str(index) for index, record in enumerate(records) if record is None]
-        log.warning("shards %s of %s are damaged: done again.", ", ".join(broken), out)
+        broken = [f"shard {index}" for index, record in enumerate(records) if record is None]
+        log.warning("damaged in %s, done again: %s", out, ", ".join(broken) or "manifest.json")
         (out / "manifest.json").unlink()
-    check_space(out, plan, done=sum(finished))
+    check_space(out, plan, done=sum(record["bytes"] for record in records if record))
     if is_new and not config.dry_run:
-        write_plan(out, plan, tokens)
+        with writing(out / "plan.json"):
+            write_plan(out, plan, tokens)
     return plan, tokens
+
+
+def _plan_of(config: DumpConfig, out: Path) -> tuple[Plan, Tokens, bool]:
+    """The plan and its tokens, and whether it is new: not the one that lies in the folder."""
+    loaded = load_config(config.target)
+    dtype = target_dtype(config.target, loaded)
+    settings = settings_of(config, dtype=dtype, batch_tokens=_batch_tokens(config))
+    ours = fingerprint(config.target)
+    if (out / "plan.json").is_file():
+        plan = read_plan(out)
+        differences = settings_differences(settings, plan.settings)
+        check_same(out, differences + fingerprint_differences(ours, plan.fingerprint))
+        return plan, read_tokens(out, plan, checksum=True), False
+    plan, tokens = make_plan(
+        config,
+        load_tokenizer(config.target),
+        out if out.is_dir() else Path(tempfile.gettempdir()),  # a dry run makes no folder
+        fingerprint=ours,
+        settings=settings,
+        text_config=loaded.get_text_config(),
+        dtype=dtype,
+    )
+    return plan, tokens, True
 
 
 def run_shards(config: DumpConfig, out: Path, plan: Plan, *, rank: int, world: int) -> None:
@@ -165,12 +176,21 @@ def do_shards(
 
 
 def write_manifest(out: Path, plan: Plan) -> None:
-    """Write what makes the cache valid. Nothing in it depends on time or on who did the work."""
-    records = [shard_record(out, index, checksum=False) for index in range(len(plan.shards))]
-    missing = [str(index) for index, record in enumerate(records) if record is None]
+    """Write what makes the cache valid."""
+    missing = [str(n) for n, record in enumerate(shard_records(out, plan)) if record is None]
     if missing:
-        raise RuntimeError(f"Shards {', '.join(missing)} of {out} are not there. Run it again.")
-    manifest: dict[str, Any] = {
+        raise RuntimeError(
+            f"Shards {', '.join(missing)} of {out} are gone. Run the same command again: it does "
+            "only them."
+        )
+    with writing(out / "manifest.json"):
+        write_json(out / "manifest.json", make_manifest(out, plan))
+    log.info("%s is finished. Next: python -m scripts.train_head features=%s", out, out)
+
+
+def make_manifest(out: Path, plan: Plan) -> dict[str, Any]:
+    """What manifest.json has to say. Nothing in it depends on time or on who did the work."""
+    return {
         "format_version": FORMAT_VERSION,
         "fingerprint": plan.fingerprint,
         "settings": plan.settings,
@@ -180,10 +200,19 @@ def write_manifest(out: Path, plan: Plan) -> None:
         "num_tokens": plan.num_tokens,
         "num_supervised": plan.num_supervised,
         "origin": {"command": "python -m scripts.dump_features", "versions": plan.versions},
-        "shards": records,
+        "shards": shard_records(out, plan),
     }
-    write_json(out / "manifest.json", manifest)
-    log.info("%s is finished. Next: python -m scripts.train_head features=%s", out, out)
+
+
+def manifest_is(out: Path, plan: Plan) -> bool:
+    """Whether the manifest is there and says what plan and shards say."""
+    file = out / "manifest.json"
+    return file.is_file() and file.read_bytes() == json_bytes(make_manifest(out, plan))
+
+
+def shard_records(out: Path, plan: Plan) -> list[dict[str, Any] | None]:
+    """The record of each shard, None for one that has to be done (again)."""
+    return [shard_record(out, index, checksum=False) for index in range(len(plan.shards))]
 
 
 def _start(
@@ -226,8 +255,7 @@ def _unfinished(out: Path, plan: Plan, *, rank: int, world: int) -> list[int]:
 
 
 def _unfinished_of_all(out: Path, plan: Plan) -> list[int]:
-    shards = range(len(plan.shards))
-    return [index for index in shards if shard_record(out, index, checksum=False) is None]
+    return [index for index, record in enumerate(shard_records(out, plan)) if record is None]
 
 
 def _num_tokens(plan: Plan, tokens: Tokens, shards: list[int]) -> int:
@@ -267,15 +295,7 @@ def _batch_tokens(config: DumpConfig) -> int:
     return default if config.batch_tokens is None else config.batch_tokens
 
 
-@contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Hold the folder against a second dump; the kernel lets go of it when this process dies."""
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RuntimeError(
-                f"Another dump is writing into {out}. Wait for it, or give another out=FOLDER."
-            ) from None
-        yield
+def lock_cache(out: Path) -> contextlib.AbstractContextManager[None]:
+    """Hold the folder against a second dump."""
+    busy = f"Another dump is writing into {out}. Wait for it, or give another out=FOLDER."
+    return locked(out / ".lock", busy=busy)

@@ -1,5 +1,6 @@
 """Files that appear whole or not at all."""
 
+import errno
 import hashlib
 import json
 import os
@@ -8,6 +9,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+
+# What only writing can meet: no space, quota, file too large, mounted read-only.
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+@contextmanager
+def writing(path: Path, *, also_reads: bool = False) -> Iterator[None]:
+    """Turn the system's refusal to write `path` into a RuntimeError that says what to do.
+
+    also_reads: the block reads other files too, whose errors pass
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if also_reads and getattr(error, "errno", None) not in CANNOT_WRITE:
+            raise
+        raise RuntimeError(
+            f"Cannot write {path}: {error}. What was written before is whole: mend it (free space, "
+            "quota, permissions; is the folder still there?) and run the same command again. It "
+            "goes on from there."
+        ) from error
 
 
 @contextmanager
@@ -50,7 +74,12 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON by rename."""
     with atomic_write(path) as tmp:
-        tmp.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        tmp.write_bytes(json_bytes(value))
+
+
+def json_bytes(value: Any) -> bytes:
+    """What `write_json` writes."""
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def read_json(path: Path, *, made_by: str) -> Any:

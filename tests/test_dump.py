@@ -129,7 +129,7 @@ def test_a_cut_shard_of_a_finished_cache_is_named_and_done_again(
     shard = copy / "shards" / "00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     dump(make_config(copy))
-    assert f"shards 2 of {copy} are damaged" in caplog.text
+    assert f"damaged in {copy}, done again: shard 2" in caplog.text
     assert contents(copy) == contents(finished)
 
 
