@@ -1,11 +1,18 @@
 """Training on the head's own features: the chains are exactly those that drafting follows."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tests.tiny import tiny_llama_config
+from train.config import HeldoutConfig, TrainConfig
 from train.head import DraftHead, draft_config
+from train.loop import fit
 from train.unroll import chain_rows
 
 H = 32
@@ -107,3 +114,49 @@ def test_a_batch_without_pairs_has_no_chains(head):
     none = torch.zeros(0, dtype=torch.long)
     assert head(nothing, nothing, [0], none, 3).shape == (3, 0, H)
     assert [len(chains) for chains in chain_rows(none, [0], num_steps=3)] == [0, 0, 0]
+
+
+@pytest.fixture
+def config(cache_path, tmp_path) -> TrainConfig:
+    return TrainConfig(
+        features=str(cache_path),
+        out=str(tmp_path / "run"),
+        max_steps=4,
+        batch_tokens=1000,
+        micro_batch_tokens=1000,
+        lr=3e-3,
+        save_every=4,
+        heldout=HeldoutConfig(share=0.2),
+        unroll=3,
+    )
+
+
+def weights(config: TrainConfig) -> dict[str, torch.Tensor]:
+    return load_file(Path(config.out) / "steps" / "000004" / "head.safetensors")
+
+
+def test_the_unrolled_update_does_not_depend_on_how_the_step_was_cut(config, tmp_path):
+    fit(config)
+    cut = replace(config, out=str(tmp_path / "cut"), micro_batch_tokens=120)
+    fit(cut)
+    for name, tensor in weights(config).items():
+        assert_close(tensor, weights(cut)[name], rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_the_figures_of_a_run_are_those_of_step_one_whatever_the_unroll(config, tmp_path):
+    """The first update's are equal: both runs still have the same weights."""
+    fit(config)
+    plain = replace(config, out=str(tmp_path / "plain"), unroll=1)
+    fit(plain)
+    rows = [
+        [json.loads(line) for line in (Path(c.out) / "metrics.jsonl").read_text().splitlines()]
+        for c in (config, plain)
+    ]
+    for name in ("smooth_l1", "cross_entropy", "agreement"):
+        assert rows[0][0][name] == pytest.approx(rows[1][0][name], rel=1e-5)
+    assert rows[0][0]["grad_norm"] != pytest.approx(rows[1][0]["grad_norm"], rel=1e-3)
+
+
+def test_an_unroll_of_no_step_is_refused():
+    with pytest.raises(ValueError, match="unroll is 0, but must be at least 1"):
+        TrainConfig(features="", out="", unroll=0)

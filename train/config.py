@@ -10,6 +10,7 @@ NOISES = ("paper", "reference", "none")
 ENGINES = ("vllm", "sglang")
 TRACKERS = ("wandb", "tensorboard")
 INITS = ("random", "regression")
+INPUTS = ("feature_token", "token", "feature")
 
 
 @dataclass
@@ -18,6 +19,8 @@ class HeadConfig:
 
     intermediate_size: int | None = None  # MLP width; null: the target's (dense equivalent)
     init: str = "random"  # random, or regression: fc from least squares on the cache
+    # What fc reads. Engines build feature_token; the others are the papers' ablation.
+    inputs: str = "feature_token"
 
 
 @dataclass
@@ -49,6 +52,9 @@ class TrainConfig:
     # The target's matrices are read from here; an empty path: where the cache says.
     target: TargetConfig = field(default_factory=lambda: TargetConfig(path=""))
     head: HeadConfig = field(default_factory=HeadConfig)
+    # Start from this head: a run, a checkpoint, an export, or a published head's folder or hub id.
+    init_from: str | None = None
+    init_drop_bias: bool = False  # start without the fc.bias that a published head may have
     loss: LossConfig = field(default_factory=LossConfig)
     heldout: HeldoutConfig = field(default_factory=HeldoutConfig)
     epochs: int = 10  # passes over the cache
@@ -62,6 +68,7 @@ class TrainConfig:
     max_grad_norm: float = 0.5  # gradients are clipped to this norm
     noise: str = "paper"  # on input features: paper U(-w, w), reference (x 512/T), none
     noise_width: float = 0.1  # w, in units of the feature
+    unroll: int = 1  # steps that each position is drafted ahead, on the head's own features (HASS)
     seed: int = 0
     save_every: int | None = None  # steps between checkpoints and estimates; null: a tenth
     keep: int = 2  # newest checkpoints kept, besides the best
@@ -71,6 +78,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         one_of("noise", self.noise, NOISES)
         one_of("head.init", self.head.init, INITS)
+        one_of("head.inputs", self.head.inputs, INPUTS)
+        if self.unroll < 1:
+            raise ValueError(f"unroll is {self.unroll}, but must be at least 1 (no unrolling).")
+        if self.init_from and self.head.init != "random":
+            raise ValueError(
+                f"init_from={self.init_from} gives the start values, so head.init={self.head.init} "
+                "cannot. Leave one of them out (head.init=random where a recipe sets it)."
+            )
         one_of("tracker", self.tracker, (None, *TRACKERS))
 
 

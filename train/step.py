@@ -2,6 +2,8 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ from data.files import write_json
 from train.loss import LossSums, distillation_loss
 from train.plan import Step
 from train.setup import Run
+from train.unroll import chain_rows
 
 
 def train_step(run: Run, step: Step, micro_batches: list[PackedBatch]) -> tuple[Tensor, float]:
@@ -26,11 +29,12 @@ def train_step(run: Run, step: Step, micro_batches: list[PackedBatch]) -> tuple[
     """
     accelerator = run.accelerator
     is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    sums = torch.zeros(3, device=accelerator.device)
+    sums = torch.zeros(4, device=accelerator.device)
     for i, cpu_batch in enumerate(micro_batches):
         is_last = i == len(micro_batches) - 1
         loss = batch_loss(run, cpu_batch.to(accelerator.device), step.epoch)
-        sums += torch.stack([loss.smooth_l1, loss.cross_entropy, loss.agreed.float()])
+        terms = [loss.smooth_l1, loss.cross_entropy, loss.agreed.float(), loss.loss.detach()]
+        sums += torch.stack(terms)
         if is_last:
             sums = accelerator.reduce(sums, "sum") / step.num_supervised
             stop_if_not_finite(sums, "loss", run, step)
@@ -45,28 +49,43 @@ def train_step(run: Run, step: Step, micro_batches: list[PackedBatch]) -> tuple[
         stop_if_not_finite(torch.tensor(grad_norm), "gradient", run, step)
     run.optimizer.step()
     run.optimizer.zero_grad()
-    return sums, grad_norm
+    return sums[:3], grad_norm
 
 
 def batch_loss(run: Run, batch: PackedBatch, epoch: int) -> LossSums:
-    """Forward one packed batch, with noise on the input features only."""
+    """Forward one packed batch, with noise on the input features only.
+
+    With unroll=K the loss is (1/K) Σ_n Σ_s of the same two terms over the K steps n of each chain
+    s, a chain that has left its reply adding nothing. HASS sums over the steps instead, which
+    differs by the factor K: only the clipping of gradients notices.
+    """
     config = run.config
     features = add_noise(
         batch, kind=config.noise, width=config.noise_width, seed=config.seed, epoch=epoch
     )
     dtype = next(run.head.parameters()).dtype  # float32, or what DeepSpeed made of it
-    embeddings = run.loss_head.embed(batch.next_ids).to(dtype)
-    with run.accelerator.autocast():
-        predicted = run.head(embeddings, features.to(dtype), batch.lengths)  # [T, H]
-    return distillation_loss(
-        predicted[batch.supervised],
-        batch.target_features,
-        run.loss_head,
+    inputs = run.loss_head.embed(batch.next_ids).to(dtype), features.to(dtype), batch.lengths
+    loss_of = partial(
+        distillation_loss,
+        target_head=run.loss_head,
         l1_weight=config.loss.l1_weight,
         ce_weight=config.loss.ce_weight,
         chunk_rows=config.loss.chunk_rows,
         fuse=config.loss.fuse,
     )
+    if config.unroll == 1:
+        with run.accelerator.autocast():
+            predicted = run.head(*inputs)  # [T, H]
+        return loss_of(predicted[batch.supervised], batch.target_features)
+
+    with run.accelerator.autocast():
+        drafted = run.head(*inputs, batch.supervised, config.unroll)  # [K, N, H]
+    chains = chain_rows(batch.supervised, batch.lengths, num_steps=config.unroll)
+    steps = [
+        loss_of(drafted[n, rows], batch.target_features[rows + n]) for n, rows in enumerate(chains)
+    ]
+    # Every step weighs the same, and what is read of a run stays step 1's whatever K is.
+    return replace(steps[0], loss=torch.stack([step.loss for step in steps]).mean())
 
 
 def stop_if_not_finite(values: Tensor, what: str, run: Run, step: Step) -> None:
