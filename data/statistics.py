@@ -61,7 +61,7 @@ class Statistics:
 
     @property
     def ended_share(self) -> float:
-        """Replies that end with an end-of-turn token, over those that were not cut off."""
+        """Replies that end with an end-of-turn token, over those not cut off; nan if all were."""
         whole = self.replies - self.cut_replies
         return self.ended_replies / whole if whole else float("nan")
 
@@ -227,8 +227,7 @@ def summary(statistics: Statistics) -> str:
         f"{s.at_max_length / s.sequences:.1%} of the sequences at max_length\n"
         f"mask: {s.share:.1%} of the tokens supervised; of a sequence, median {s.shares.median} %, "
         f"nine in ten between {s.shares.p5} and {s.shares.p95} %\n"
-        f"replies: {s.replies:,}, median {s.reply_lengths.median:,} tokens; {s.ended_share:.1%} of "
-        f"those not cut off end with an end-of-turn token"
+        f"replies: {s.replies:,}, median {s.reply_lengths.median:,} tokens; {_ended(s)}"
     )
 
 
@@ -242,7 +241,7 @@ def table(statistics: Statistics) -> str:
         ("supervised tokens", s.supervised, f"{s.share:.1%} of the tokens"),
         ("supervised pairs", s.pairs, "what the loss counts: no reply's first token"),
         ("replies", s.replies, f"{s.cut_replies:,} of them cut off by max_length"),
-        ("  ended", s.ended_replies, f"{s.ended_share:.1%} of those not cut off have an end token"),
+        ("  ended", s.ended_replies, _ended(s)),
         ("top token", s.top_count, f"{s.top_text!r}, {s.top_count / s.supervised:.1%} of replies"),
     ]
     lines = [f"{name:<20}{value:>12,}   {about}".rstrip() for name, value, about in rows]
@@ -257,6 +256,12 @@ def table(statistics: Statistics) -> str:
     for name, spread in spreads.items():
         lines.append(f"{name:<24}" + "".join(f"{value:>9,}" for value in vars(spread).values()))
     return "\n".join([*lines, "", "tokens of a sequence", *_bars(s)])
+
+
+def _ended(statistics: Statistics) -> str:
+    if statistics.cut_replies == statistics.replies:
+        return "all of them are cut off by max_length"
+    return f"{statistics.ended_share:.1%} of those not cut off have an end-of-turn token"
 
 
 def _bars(statistics: Statistics) -> Iterator[str]:
