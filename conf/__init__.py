@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 
 CONF = Path(__file__).parent
 PACKAGES = ("conf", "data", "scripts", "train")
+INTERRUPTED = 130  # exit status, as shells have it for Ctrl-C
 HYDRA = {"version_base": "1.3", "config_path": "pkg://conf"}
 
 
@@ -39,7 +40,7 @@ def task(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Run a script's main with our log on the terminal, and its user errors as plain messages.
 
     An error that our own code raised says what to do; a traceback would only hide it. Any other
-    error keeps its traceback, as all do under HYDRA_FULL_ERROR=1.
+    error keeps its traceback, as all do under HYDRA_FULL_ERROR=1. Ctrl-C needs no traceback either.
     """
 
     @functools.wraps(function)
@@ -53,6 +54,8 @@ def task(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
             )
         try:
             return function(cfg)
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
         except (ValueError, OSError, RuntimeError, ImportError) as error:
             if os.environ.get("HYDRA_FULL_ERROR") == "1" or not _is_ours(error):
                 raise
