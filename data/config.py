@@ -100,6 +100,17 @@ class DumpConfig:
 
 
 @dataclass
+class InspectConfig:
+    """A feature cache in, what is wrong with it and what it holds on the terminal."""
+
+    cache: str = MISSING  # folder of the feature cache
+    # Compared with what the cache was made from. For a repair an empty path means: where it lay.
+    target: TargetConfig = field(default_factory=lambda: TargetConfig(path=""))
+    repair: bool = False  # do again what is damaged or missing, and nothing else
+    json: str | None = None  # also write the report as JSON to this file
+
+
+@dataclass
 class PreviewConfig:
     """Chats and a target's tokenizer in, what a dump would store of them on the terminal."""
 
