@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+import re
 import resource
 import statistics
 import time
@@ -265,7 +266,17 @@ def _report_peak(name: str, config: TrainConfig, sequences: list[int], sender: A
     run, _ = _prepared(config)
     held = psutil.Process().memory_info().rss
     STEPS[name](run, sequences)
-    sender.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - held)
+    sender.send(_peak_bytes() - held)
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has held."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # ru_maxrss would count what the parent held when it started this process
+        kilobytes = re.search(r"VmHWM:\s*(\d+) kB", status.read_text(encoding="ascii"))
+        assert kilobytes
+        return int(kilobytes[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _timed(function: Callable[[], Any]) -> float:
