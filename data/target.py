@@ -49,6 +49,11 @@ class Target:
     dtype: torch.dtype
     fingerprint: dict[str, str]
 
+    @property
+    def place(self) -> str:
+        """Where it runs, for people."""
+        return str(self.device)
+
     @torch.no_grad()
     def features(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
         """What the output head reads, after the final norm.

