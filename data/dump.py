@@ -38,6 +38,7 @@ from data.processes import barrier, process_state, stoppable
 from data.shards import batches_of, padded, shard_features, write
 from data.target import (
     Target,
+    check_launch,
     check_output_head,
     fingerprint,
     fingerprint_differences,
@@ -48,6 +49,7 @@ from data.target import (
     target_dtype,
 )
 from data.tokens import Tokens
+from data.vllm_features import load_vllm_target
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ def dump(config: DumpConfig) -> Path:
 
 def _dump(config: DumpConfig, out: Path) -> Path:
     state = process_state(timeout=TIMEOUT)
+    check_launch(config.target, state.num_processes)
     wait_for_everyone = barrier(state, timeout=TIMEOUT)
     if state.is_main_process:
         check_folder(out)
@@ -215,18 +218,29 @@ def shard_records(out: Path, plan: Plan) -> list[dict[str, Any] | None]:
     return [shard_record(out, index, checksum=False) for index in range(len(plan.shards))]
 
 
+def _load(config: DumpConfig, plan: Plan, tokens: Tokens) -> Target:
+    """The target in the engine that the settings name."""
+    if config.target.engine == "vllm":
+        return load_vllm_target(
+            config.target,
+            max_length=int(tokens.lengths.max()),
+            batch_tokens=plan.settings["batch_tokens"],
+        )
+    return load_target(config.target)
+
+
 def _start(
     config: DumpConfig, out: Path, plan: Plan, tokens: Tokens, todo: list[int], *, world: int
 ) -> Target:
     """Load the target, check its output head on the first batch, and say how long it will take."""
-    target = load_target(config.target)
+    target = _load(config, plan, tokens)
     batches = batches_of(plan, tokens, todo[0])
     check_output_head(target, padded(tokens, batches[0])[0])
 
     middle = batches[len(batches) // 2]
     input_ids, _ = padded(tokens, middle)
     started = time.monotonic()
-    target.features(input_ids.to(target.device))[..., :1].cpu()  # waits for the device
+    target.features(input_ids.to(target.device), tokens.lengths[middle])[..., :1].cpu()  # waits for the device
     rate = world * int(tokens.lengths[middle].sum()) / (time.monotonic() - started)
     if process_state().is_main_process:
         left = _num_tokens(plan, tokens, _unfinished_of_all(out, plan))
@@ -235,7 +249,7 @@ def _start(
             f"{left:,}",
             f"{rate:,.0f}",
             world,
-            target.device,
+            target.place,
             target.dtype,
             f"{plan.settings['batch_tokens']:,}",
             timedelta(seconds=round(left / rate)),

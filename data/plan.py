@@ -77,6 +77,7 @@ def settings_of(config: DumpConfig, *, dtype: torch.dtype, batch_tokens: int) ->
     return {
         **dataset_settings(config.dataset),
         "target.dtype": str(dtype).removeprefix("torch."),
+        "target.engine": config.target.engine,
         "max_length": config.max_length,
         "shard_tokens": config.shard_tokens,
         "batch_tokens": batch_tokens,
@@ -123,7 +124,7 @@ def make_plan(
     Raises ValueError for tokens that the target cannot take, and for implausible ones.
     """
     ids, tokens, counts = tokenise(tokenizer, config, folder)
-    _check_tokens(tokens, text_config)
+    _check_tokens(tokens, text_config, engine=config.target.engine)
     log.info("%s", counts.summary())
     statistics = measure(
         pieces(tokens),
@@ -151,12 +152,13 @@ def make_plan(
     return plan, tokens
 
 
-def _check_tokens(tokens: Tokens, text_config: Any) -> None:
+def _check_tokens(tokens: Tokens, text_config: Any, *, engine: str) -> None:
     longest, positions = int(tokens.lengths.max()), text_config.max_position_embeddings
-    if longest > positions:
+    usable = positions - (engine == "vllm")  # it wants to decode one token
+    if longest > usable:
         raise ValueError(
             f"The longest sequence has {longest} tokens, but the target knows {positions} "
-            f"positions (max_position_embeddings). Set max_length={positions} or less."
+            f"positions (max_position_embeddings). Set max_length={usable} or less."
         )
     largest = int(tokens.input_ids.max())
     if largest >= text_config.vocab_size:
