@@ -73,9 +73,9 @@ def pack(cache: FeatureCache, sequences: Sequence[int], *, pin: bool = False) ->
         sequences=kept or [-1],
         lengths=lengths or [0],
         next_ids=join(next_ids, 0, dtype=torch.long),
-        features=join(features, 0, cache.hidden_size, dtype=torch.bfloat16),
+        features=join(features, 0, cache.hidden_size, dtype=cache.dtype),
         supervised=join(supervised, 0, dtype=torch.long),
-        target_features=join(targets, 0, cache.hidden_size, dtype=torch.bfloat16),
+        target_features=join(targets, 0, cache.hidden_size, dtype=cache.dtype),
     )
 
 

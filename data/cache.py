@@ -5,6 +5,16 @@ CACHE/tokens.safetensors          input_ids, loss_mask, offsets of the whole pla
 CACHE/shards/00000.safetensors    features [T, H], input_ids [T], loss_mask [T], offsets [S+1]
 CACHE/shards/00000.json           counts, size and checksum; written after the shard
 CACHE/manifest.json               written last: a cache without it is unfinished
+
+Features are bfloat16, or float16 if the target is. With feature_dtype=int8 they are int8 and
+
+CACHE/calibration.safetensors     channel_scale [H] float32, one for the whole cache
+CACHE/calibration.json            its checksum, and what int8 costs; both written before any shard
+CACHE/shards/00000.safetensors    also token_scale [T] float32
+CACHE/shards/00000.json           also the calibration's checksum
+
+with feature = features * token_scale * channel_scale (see data/quantise.py): H + 9 bytes a token
+instead of 2H + 5. `FeatureCache` reads them as float32.
 """
 
 import json
@@ -15,12 +25,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.files import atomic_write, read_json, sha256, write_json
+from data.quantise import dequantise
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MADE_BY = "python -m scripts.dump_features"
 
 
@@ -28,9 +39,21 @@ MADE_BY = "python -m scripts.dump_features"
 class CachedSequence:
     """One conversation's tokens and the target's features at each of them."""
 
-    features: Tensor  # [T, H] in the stored dtype
+    features: Tensor  # [T, H] bfloat16 or float16 as stored, float32 out of int8
     input_ids: Tensor  # [T] int64
     loss_mask: Tensor  # [T] bool: the token belongs to an assistant reply
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What all shards of an int8 cache share."""
+
+    channel_scale: Tensor  # [H] float32
+    record: dict[str, Any]  # calibration.json: checksum, and what int8 costs
+
+    @property
+    def checksum(self) -> str:
+        return self.record["sha256"]
 
 
 def supervised_pairs(loss_mask: Tensor) -> Tensor:
@@ -74,26 +97,23 @@ def write_shard(
     cache: Path,
     index: int,
     *,
-    features: Tensor,
+    stored: dict[str, Tensor],
     input_ids: Tensor,
     loss_mask: Tensor,
     offsets: Tensor,
     statistics: dict[str, float],
+    calibration: Calibration | None,
 ) -> dict[str, Any]:
     """Write one shard by rename, then the record that makes it valid. Returns the record.
 
-    features:  [T, H]
-    input_ids: [T]    int32
-    loss_mask: [T]    bool
-    offsets:   [S+1]  int64, from 0
+    stored:      features [T, H], and token_scale [T] if they are int8
+    input_ids:   [T]    int32
+    loss_mask:   [T]    bool
+    offsets:     [S+1]  int64, from 0
+    calibration: what the features were quantised with
     """
     path = shard_path(cache, index)
-    tensors = {
-        "features": features,
-        "input_ids": input_ids,
-        "loss_mask": loss_mask,
-        "offsets": offsets,
-    }
+    tensors = {**stored, "input_ids": input_ids, "loss_mask": loss_mask, "offsets": offsets}
     path.parent.mkdir(exist_ok=True)
     save_tensors(path, tensors)
     record = {
@@ -105,6 +125,8 @@ def write_shard(
         "sha256": sha256(path),
         "statistics": statistics,
     }
+    if calibration is not None:
+        record["calibration"] = calibration.checksum
     write_json(path.with_suffix(".json"), record)
     return record
 
@@ -123,6 +145,37 @@ def shard_record(cache: Path, index: int, *, checksum: bool) -> dict[str, Any] |
     return record if whole and (not checksum or sha256(path) == record["sha256"]) else None
 
 
+def calibration_path(cache: Path) -> Path:
+    return cache / "calibration.safetensors"
+
+
+def calibration_record(cache: Path) -> dict[str, Any] | None:
+    """The record of the calibration; None if it has to be done (again)."""
+    path = calibration_path(cache)
+    try:
+        record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        return record if sha256(path) == record["sha256"] else None
+    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError, KeyError):
+        return None
+
+
+def read_calibration(cache: Path, record: dict[str, Any] | None) -> Calibration:
+    """The calibration of an int8 cache.
+
+    record: what there should be: the manifest's, or that of `calibration_record`
+
+    Raises ValueError if it is not that.
+    """
+    path = calibration_path(cache)
+    if record is None or not path.is_file() or sha256(path) != record["sha256"]:
+        raise ValueError(
+            f"{path} is {'damaged' if path.is_file() else 'missing'}, and without it the int8 "
+            f"features mean nothing. Run the same `{MADE_BY} … out={cache}` again: it computes it "
+            "anew, and checks that it is the same."
+        )
+    return Calibration(load_file(path)["channel_scale"], record)
+
+
 class FeatureCache:
     """A finished cache, memory-mapped. Sequences are numbered through all shards."""
 
@@ -132,6 +185,9 @@ class FeatureCache:
         self.manifest = read_manifest(path)
         self.fingerprint: dict[str, str] = self.manifest["fingerprint"]
         self.hidden_size: int = self.manifest["hidden_size"]
+        self.calibration: Calibration | None = None
+        if self.manifest["feature_dtype"] == "int8":
+            self.calibration = read_calibration(path, self.manifest["calibration"])
         self.ids: list[str] = read_json(path / "plan.json", made_by=MADE_BY)["sequence_ids"]
         self._shards = [_open_shard(path, record) for record in self.manifest["shards"]]
         self._offsets = [shard.get_tensor("offsets") for shard in self._shards]
@@ -148,6 +204,12 @@ class FeatureCache:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the features that `sequence` returns."""
+        stored = getattr(torch, self.manifest["feature_dtype"])
+        return torch.float32 if stored == torch.int8 else stored
+
     @cached_property
     def num_supervised(self) -> Tensor:
         """Supervised pairs of each sequence, [S] int64."""
@@ -159,17 +221,25 @@ class FeatureCache:
 
     def sequence(self, index: int) -> CachedSequence:
         """One sequence. Safe to call from a thread; only its own rows are read."""
+        shard, rows = self._rows(index)
+        features = shard.get_slice("features")[rows]
+        if self.calibration is not None:
+            token_scale = shard.get_slice("token_scale")[rows]
+            features = dequantise(features, token_scale, self.calibration.channel_scale)
+        return CachedSequence(features, *self.tokens(index))
+
+    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
+        """input_ids [T] int64 and loss_mask [T] of one sequence, without reading its features."""
+        shard, rows = self._rows(index)
+        return shard.get_slice("input_ids")[rows].long(), shard.get_slice("loss_mask")[rows]
+
+    def _rows(self, index: int) -> tuple[Any, slice]:
+        """The open shard of a sequence, and its rows there."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         shard = int(torch.searchsorted(self._first, index, right=True)) - 1
         local = index - int(self._first[shard])
-        begin, end = self._offsets[shard][local : local + 2].tolist()
-        rows = self._shards[shard].get_slice
-        return CachedSequence(
-            features=rows("features")[begin:end],
-            input_ids=rows("input_ids")[begin:end].long(),
-            loss_mask=rows("loss_mask")[begin:end],
-        )
+        return self._shards[shard], slice(*self._offsets[shard][local : local + 2].tolist())
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data.cache import FORMAT_VERSION, shard_record
+from data.cache import FORMAT_VERSION, calibration_record, read_calibration, shard_record
+from data.calibration import ensure_calibration
 from data.config import DumpConfig
 from data.files import json_bytes, write_json, writing
 from data.lock import locked
@@ -88,7 +89,8 @@ def _dump(config: DumpConfig, out: Path) -> Path:
         if (out / "manifest.json").is_file():
             return out
         plan = read_plan(out)
-        run_shards(config, out, plan, rank=state.process_index, world=state.num_processes)
+        rank, world = state.process_index, state.num_processes
+        run_shards(config, out, plan, rank=rank, world=world, wait_for_everyone=wait_for_everyone)
         wait_for_everyone()
         if state.is_main_process:
             write_manifest(out, plan)
@@ -114,6 +116,8 @@ def prepare_dump(config: DumpConfig, out: Path) -> tuple[Plan, Tokens]:
         return plan, tokens
     if (out / "manifest.json").is_file() and not config.dry_run:
         broken = [f"shard {index}" for index, record in enumerate(records) if record is None]
+        if plan.feature_dtype == "int8" and calibration_record(out) is None:
+            broken.append("the calibration")
         log.warning("damaged in %s, done again: %s", out, ", ".join(broken) or "manifest.json")
         (out / "manifest.json").unlink()
     check_space(out, plan, done=sum(record["bytes"] for record in records if record))
@@ -146,13 +150,25 @@ def _plan_of(config: DumpConfig, out: Path) -> tuple[Plan, Tokens, bool]:
     return plan, tokens, True
 
 
-def run_shards(config: DumpConfig, out: Path, plan: Plan, *, rank: int, world: int) -> None:
+def run_shards(
+    config: DumpConfig,
+    out: Path,
+    plan: Plan,
+    *,
+    rank: int,
+    world: int,
+    wait_for_everyone: Callable[[], None] = lambda: None,
+) -> None:
     """Do the unfinished ones of shards rank, rank + world, …; a thread writes what is done."""
     tokens = read_tokens(out, plan)
     todo = _unfinished(out, plan, rank=rank, world=world)
-    if not todo:
+    target = _start(config, out, plan, tokens, todo, world=world) if todo else None
+    if plan.feature_dtype == "int8":
+        if rank == 0:
+            ensure_calibration(out, plan, tokens, lambda: target or _load(config, plan, tokens))
+        wait_for_everyone()
+    if target is None:
         return
-    target = _start(config, out, plan, tokens, todo, world=world)
     with _progress(out, plan, tokens, todo, rank=rank) as advance:
         do_shards(target, out, plan, tokens, todo, advance=advance)
 
@@ -167,13 +183,20 @@ def do_shards(
     advance: Callable[[int], None],
 ) -> None:
     """Compute and write `shards`; `advance` is told the number of tokens of each batch."""
+    calibration = None
+    if plan.feature_dtype == "int8":
+        calibration = read_calibration(out, calibration_record(out))
     with ThreadPoolExecutor(max_workers=1) as thread:
         writing: Future[None] | None = None
         for index in shards:
-            features, statistics = shard_features(target, plan, tokens, index, advance=advance)
+            stored, statistics = shard_features(
+                target, plan, tokens, index, calibration=calibration, advance=advance
+            )
             if writing is not None:
                 writing.result()  # one shard in flight; an error of the thread is raised here
-            writing = thread.submit(write, out, plan, tokens, index, features, statistics)
+            writing = thread.submit(
+                write, out, plan, tokens, index, stored, statistics, calibration=calibration
+            )
         if writing is not None:
             writing.result()
 
@@ -199,6 +222,7 @@ def make_manifest(out: Path, plan: Plan) -> dict[str, Any]:
         "settings": plan.settings,
         "hidden_size": plan.hidden_size,
         "feature_dtype": plan.feature_dtype,
+        "calibration": calibration_record(out) if plan.feature_dtype == "int8" else None,
         "num_sequences": len(plan.sequence_ids),
         "num_tokens": plan.num_tokens,
         "num_supervised": plan.num_supervised,

@@ -7,7 +7,7 @@ import importlib.metadata
 import logging
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch
 from data.cache import FORMAT_VERSION, check_version
 from data.config import DatasetConfig, DumpConfig
 from data.files import read_json, sha256, write_json
-from data.sources import source_digest
 from data.plausible import check_plausible
+from data.sources import source_digest
 from data.statistics import measure, pieces, summary
 from data.template import control_tokens
 from data.tokens import Tokens, load_tokens, save_tokens, tokenise
@@ -28,6 +28,7 @@ MADE_BY = "python -m scripts.dump_features"
 # What a folder may hold before there is a plan: traces of a dump that was stopped while planning.
 LEFTOVERS = ("shards", ".lock", "tokens.safetensors", "*.tmp", ".tmp*")
 TOKEN_BYTES = 4 + 1  # input_ids int32, loss_mask bool
+SCALE_BYTES = 4  # token_scale float32, and channel_scale: with int8 only
 SHARD_OVERHEAD = 2048  # bytes, at most: safetensors header and the JSON record of one shard
 
 
@@ -50,8 +51,14 @@ class Plan:
     format_version: int = FORMAT_VERSION
 
     @property
+    def overhead_per_token(self) -> int:
+        """Bytes of all but the feature's own numbers."""
+        return TOKEN_BYTES + (SCALE_BYTES if self.feature_dtype == "int8" else 0)
+
+    @property
     def bytes_per_token(self) -> int:
-        return self.hidden_size * getattr(torch, self.feature_dtype).itemsize + TOKEN_BYTES
+        itemsize = getattr(torch, self.feature_dtype).itemsize
+        return self.hidden_size * itemsize + self.overhead_per_token
 
     @property
     def num_bytes(self) -> int:
@@ -60,6 +67,8 @@ class Plan:
         tokens = self.num_tokens * TOKEN_BYTES + 8 * (len(self.sequence_ids) + 1)
         names = sum(len(name.encode()) + 8 for name in self.sequence_ids)
         overhead = SHARD_OVERHEAD * (len(self.shards) + 2)
+        if self.feature_dtype == "int8":  # the calibration, and its record here and in the manifest
+            overhead += self.hidden_size * SCALE_BYTES + SHARD_OVERHEAD
         return self.num_tokens * self.bytes_per_token + offsets + tokens + names + overhead
 
 
@@ -78,10 +87,22 @@ def settings_of(config: DumpConfig, *, dtype: torch.dtype, batch_tokens: int) ->
         **dataset_settings(config.dataset),
         "target.dtype": str(dtype).removeprefix("torch."),
         "target.engine": config.target.engine,
+        "feature_dtype": feature_dtype(config, dtype),
         "max_length": config.max_length,
         "shard_tokens": config.shard_tokens,
         "batch_tokens": batch_tokens,
     }
+
+
+def auto_feature_dtype(dtype: torch.dtype) -> str:
+    """What the features of a target of that dtype are stored as by default."""
+    # The size of a float32 feature buys nothing: bf16 rounding moves .2 % of the argmaxes.
+    return "float16" if dtype == torch.float16 else "bfloat16"
+
+
+def feature_dtype(config: DumpConfig, dtype: torch.dtype) -> str:
+    """What features are stored as. dtype: the target's"""
+    return auto_feature_dtype(dtype) if config.feature_dtype == "auto" else config.feature_dtype
 
 
 def settings_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
@@ -141,8 +162,7 @@ def make_plan(
         counts=counts.to_json(),
         statistics=asdict(statistics),
         hidden_size=text_config.hidden_size,
-        # The size of a float32 feature buys nothing: bf16 rounding moves .2 % of the argmaxes.
-        feature_dtype="float16" if dtype == torch.float16 else "bfloat16",
+        feature_dtype=feature_dtype(config, dtype),
         num_tokens=len(tokens.input_ids),
         num_supervised=statistics.pairs,
         tokens_sha256="",
@@ -237,19 +257,23 @@ def check_space(out: Path, plan: Plan, *, done: int) -> None:
         f"{plan.num_tokens:,}",
         plan.hidden_size,
         plan.feature_dtype,
-        TOKEN_BYTES,
+        plan.overhead_per_token,
         readable_size(plan.num_bytes),
         readable_size(missing),
         readable_size(free),
     )
     margin = missing // 50 + 2**24
     if missing + margin > free:
+        half = ""
+        if plan.feature_dtype != "int8":
+            size = readable_size(replace(plan, feature_dtype="int8").num_bytes)
+            half = f"feature_dtype=int8 (the whole cache in {size}), "
         fitting = int(len(plan.sequence_ids) * max(free - margin, 0) / max(missing, 1) * 0.98)
         raise ValueError(
             f"The cache needs {missing:,} more bytes ({readable_size(missing)}) and a margin of "
             f"{readable_size(margin)}, but {existing} has {free:,} free ({readable_size(free)}). "
             f"Use fewer conversations (dataset.limit={fitting} would fit), a shorter max_length "
-            f"(now {plan.settings['max_length']}), or out=FOLDER on another disk."
+            f"(now {plan.settings['max_length']}), {half}or out=FOLDER on another disk."
         )
 
 

@@ -109,7 +109,7 @@ def test_what_is_no_finished_cache_is_refused(cache_path, tmp_path):
     copy = Path(shutil.copytree(cache_path, tmp_path / "copy"))
     manifest = json.loads((copy / "manifest.json").read_text())
     (copy / "manifest.json").write_text(json.dumps({**manifest, "format_version": 0}))
-    with pytest.raises(ValueError, match=r"format_version 0, but this version reads 1"):
+    with pytest.raises(ValueError, match=r"format_version 0, but this version reads 2"):
         FeatureCache(copy)
 
     (copy / "manifest.json").unlink()
