@@ -125,12 +125,15 @@ def _in_turn(tokenizer: Any, sequence: TokenSequence, conversation: Conversation
 
 
 def _said(tokenizer: Any, text: ChatText) -> tuple[list[int], list[bool]]:
-    """Ids of the text, and which of them stand for a part of a turn."""
+    """Ids of the text, and which of them stand for a part of a turn that is not supervised."""
     is_said = [False] * len(text.text)
-    for start, end in text.turns:
-        is_said[start:end] = [True] * (end - start)
+    for spans, value in ((text.turns, True), (text.replies, False)):
+        for start, end in spans:
+            is_said[start:end] = [value] * (end - start)
     (encoding,) = encode(tokenizer, [text.text])
-    return encoding.ids, [any(is_said[start:end]) for start, end in encoding.offsets]
+    # Some tokenizers leave white space out of the offsets: all of a token's, if it is nothing else.
+    spans = [(start, max(end, start + 1)) for start, end in encoding.offsets]
+    return encoding.ids, [any(is_said[start:end]) for start, end in spans]
 
 
 def _moved(ids: list[int], flags: list[bool], others: list[int]) -> list[bool]:
