@@ -1,11 +1,16 @@
 """Which conversations are kept out of training, decided by their ids alone."""
 
 import hashlib
+import re
+
+# Up to 999 parts (ShareGPT has 593). Longer numbers and words after a `_` are chats of their own.
+PART = re.compile(r"(.+?)_([0-9]{1,3})?(~.*)?", re.DOTALL)
 
 
 def stem(sequence_id: str) -> str:
     """What the parts of one long chat have in common: `QWJhYvA` for `QWJhYvA_2`."""
-    return sequence_id.rpartition("_")[0] or sequence_id
+    part = PART.fullmatch(sequence_id)
+    return part[1] if part else sequence_id
 
 
 def with_suffix(sequence_id: str, suffix: str) -> str:

@@ -33,7 +33,44 @@ def test_split_is_the_same_in_every_process_and_version():
     assert [i for i in IDS if is_heldout(i, share=0.002, seed=0)] == HELD_OUT
 
 
-@pytest.mark.parametrize("name", ["QWJhYvA_0", "plain", "a_b_c", "_lead", "trail_", "_"])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("QWJhYvA_0", "QWJhYvA"),
+        ("QWJhYvA_593", "QWJhYvA"),
+        ("a_b_7", "a_b"),
+        ("a_7~2", "a"),
+        ("a_~2", "a"),
+        ("chat_000123", "chat_000123"),
+        ("train_48211", "train_48211"),
+        ("conv_5f3a", "conv_5f3a"),
+        ("a_b~c", "a_b~c"),
+        ("7", "7"),
+        ("_7", "_7"),
+    ],
+)
+def test_only_a_part_number_is_left_out_of_the_stem(name, expected):
+    """Once all ids of a data set that end in other words had one stem, and were on one side."""
+    assert stem(name) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "QWJhYvA_0",
+        "plain",
+        "a_b_c",
+        "_lead",
+        "trail_",
+        "_",
+        "_5",
+        "a_b~c",
+        "a_0~2",
+        "x_1~y_2",
+        "a\n_3",
+        "a_1234",
+    ],
+)
 def test_suffix_makes_another_id_of_the_same_stem(name):
     other = with_suffix(name, "2")
     assert other != name
