@@ -1,11 +1,24 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from data.cache import CachedSequence, supervised_pairs
 from data.target import TargetHead
 from tests.tiny import tiny_llama_config
-from train.acceptance import ChainCounts, chain_acceptance, prepare_document
+from train.acceptance import (
+    ChainCounts,
+    HeldoutEstimate,
+    chain_acceptance,
+    prepare_document,
+)
+from train.config import HeldoutConfig, TrainConfig
 from train.head import DraftHead, draft_config
+from train.loop import fit
 
 V, H = 12, 32
 CPU = torch.device("cpu")
@@ -32,18 +45,19 @@ def make_case(seed: int, length: int = 40):
 
 
 def one_by_one(head, target_head, sequence, num_steps):
-    """The same counts by drafting each chain alone, with no cache and no batching."""
+    """The same figures by drafting each chain alone, with no cache and no batching."""
     features, ids = sequence.features, sequence.input_ids
     supervised = supervised_pairs(sequence.loss_mask)
-    counts = ChainCounts.zeros(num_steps)
+    counts, overlap = ChainCounts.zeros(num_steps), torch.zeros(num_steps, dtype=torch.float64)
     for start in supervised.nonzero().squeeze(1).tolist():
         chain_features = features[: start + 1]
         chain_ids = ids[1 : start + 2]
         for n in range(num_steps):
             out = head(target_head.embed(chain_ids), chain_features, [len(chain_ids)])[-1:]
-            drafted = target_head.logits(out).argmax(-1)
-            wanted = target_head.logits(features[start + n + 1]).argmax(-1)
+            logits = target_head.logits(torch.cat([out, features[start + n + 1][None]]))
+            (drafted, wanted), probs = logits.argmax(-1), logits.softmax(-1)
             counts.tried[n] += 1
+            overlap[n] += sum(min(p, q) for p, q in probs.T.tolist())
             if drafted != wanted:
                 break
             counts.accepted[n] += 1
@@ -51,8 +65,8 @@ def one_by_one(head, target_head, sequence, num_steps):
             if pair >= len(supervised) or not supervised[pair] or ids[pair + 1] != drafted:
                 break
             chain_features = torch.cat([chain_features, out])
-            chain_ids = torch.cat([chain_ids, drafted])
-    return counts
+            chain_ids = torch.cat([chain_ids, drafted[None]])
+    return counts, overlap
 
 
 @torch.no_grad()
@@ -60,12 +74,13 @@ def test_all_positions_at_once_equal_one_by_one_drafting():
     followed = 0
     for seed in range(8):
         head, target_head, sequence = make_case(seed)
-        document = prepare_document(sequence, target_head, CPU)
+        document = prepare_document(sequence, CPU)
         ours = chain_acceptance(head, target_head, [document], num_steps=4)
-        theirs = one_by_one(head, target_head, sequence, 4)
-        assert torch.equal(ours.tried, theirs.tried)
-        assert torch.equal(ours.accepted, theirs.accepted)
-        followed += int(ours.tried[1:].sum())
+        theirs, overlap = one_by_one(head, target_head, sequence, 4)
+        assert torch.equal(ours.counts.tried, theirs.tried)
+        assert torch.equal(ours.counts.accepted, theirs.accepted)
+        torch.testing.assert_close(ours.overlap.sum(0), overlap, rtol=1e-5, atol=1e-5)
+        followed += int(theirs.tried[1:].sum())
     assert followed > 10  # later steps were really compared
 
 
@@ -84,8 +99,8 @@ def test_a_perfect_head_is_accepted_wherever_the_text_is_the_targets_own():
     input_ids = torch.tensor(ids)
     features = 5 * target_head.weight[input_ids]
     sequence = CachedSequence(features, input_ids, torch.ones(len(ids), dtype=torch.bool))
-    document = prepare_document(sequence, target_head, CPU)
-    counts = chain_acceptance(head, target_head, [document], num_steps=3)
+    document = prepare_document(sequence, CPU)
+    counts = chain_acceptance(head, target_head, [document], num_steps=3).counts
     assert counts.rates == [1.0, 1.0, 1.0] and counts.length == 4.0
 
 
@@ -107,5 +122,91 @@ def test_unsupervised_positions_are_not_tried():
     nothing = CachedSequence(
         sequence.features, sequence.input_ids, torch.zeros_like(sequence.loss_mask)
     )
-    document = prepare_document(nothing, target_head, CPU)
-    assert chain_acceptance(head, target_head, [document], num_steps=3).tried.tolist() == [0, 0, 0]
+    document = prepare_document(nothing, CPU)
+    counts = chain_acceptance(head, target_head, [document], num_steps=3).counts
+    assert counts.tried.tolist() == [0, 0, 0]
+
+
+def random_estimate(conversations: int, *, seed: int, spread: float = 0.15) -> HeldoutEstimate:
+    """Counts of chats that differ: each has an α of its own, 0.4 on average, at all three steps."""
+    torch.manual_seed(seed)
+    alpha = 0.4 + spread * (2 * torch.rand(conversations, 1) - 1)
+    tried, accepted = [torch.full((conversations, 1), 50.0)], []
+    for _ in range(3):
+        accepted.append(torch.binomial(tried[-1], alpha))
+        tried.append(accepted[-1])
+    counts = torch.cat(tried[:3], 1).long(), torch.cat(accepted, 1).long()
+    names = [f"chat{i}_0" for i in range(conversations)]
+    return HeldoutEstimate(names, *counts, torch.zeros(conversations, 3).double())
+
+
+def test_the_interval_covers_the_true_length_about_as_often_as_it_says():
+    """A chat with α of its own has length 1 + α + α² + α³; the true value is its mean."""
+    alpha = torch.linspace(0.25, 0.55, 100001, dtype=torch.float64)
+    true = float((1 + alpha + alpha**2 + alpha**3).mean())
+    intervals = [random_estimate(40, seed=seed).interval for seed in range(200)]
+    covered = sum(low <= true <= high for low, high in intervals)
+    assert 0.89 * 200 <= covered <= 0.99 * 200
+
+
+def test_the_parts_of_one_chat_are_drawn_together():
+    estimate = random_estimate(12, seed=0)
+    two = HeldoutEstimate(
+        [f"chat{i // 2}_{i % 2}" for i in range(12)],
+        estimate.tried,
+        estimate.accepted,
+        estimate.overlap,
+    )
+    merged = HeldoutEstimate(
+        [f"chat{i}_0" for i in range(6)],
+        *(t.reshape(6, 2, 3).sum(1) for t in (two.tried, two.accepted, two.overlap)),
+    )
+    assert two.interval == pytest.approx(merged.interval, abs=1e-12)
+    assert two.interval != estimate.interval
+
+
+def test_an_estimate_does_not_depend_on_who_counted_which_document():
+    """Bit for bit, floating-point sums included."""
+    whole = random_estimate(30, seed=1)
+    whole.overlap.uniform_()
+    for processes in (2, 3, 40):
+        parts = [
+            HeldoutEstimate(
+                whole.names[rank::processes],
+                *(t[rank::processes] for t in (whole.tried, whole.accepted, whole.overlap)),
+            )
+            for rank in range(processes)
+        ]
+        together = HeldoutEstimate.joined(parts)
+        assert together.to_json() == HeldoutEstimate.joined([whole]).to_json()
+        assert str(together) == str(whole)
+
+
+def test_one_conversation_has_no_interval():
+    alone = random_estimate(1, seed=0)
+    assert alone.interval is None and str(alone) == f"{alone.length:.3f}"
+
+
+def test_a_launch_estimates_what_one_process_does(cache_path, tmp_path):
+    """Each of two processes has its own held-out documents; the record is of all of them."""
+    config = TrainConfig(
+        features=str(cache_path),
+        out=str(tmp_path / "one"),
+        max_steps=1,
+        lr=1e-6,
+        heldout=HeldoutConfig(share=0.3),
+    )
+    fit(config)
+    root = Path(__file__).parent.parent
+    launcher = ["accelerate.commands.launch", "--config_file", str(root / "conf/launch/ddp.yaml")]
+    command = [sys.executable, "-m", *launcher, "-m", "scripts.train_head"]
+    command += [f"features={cache_path}", f"out={tmp_path / 'two'}", "max_steps=1", "lr=1e-6"]
+    command += ["heldout.share=0.3"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True)
+
+    one, two = (json.loads((tmp_path / name / "best.json").read_text()) for name in ("one", "two"))
+    assert one["conversations"] > 2 and one["interval"][0] <= one["interval"][1]
+    for key in ("tried", "accepted", "interval", "conversations"):
+        assert one[key] == two[key], key
+    assert one["sampling_alpha"] == pytest.approx(two["sampling_alpha"], rel=1e-5)

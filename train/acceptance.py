@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 
 from data.cache import CachedSequence, supervised_pairs
+from data.split import stem
 from data.target import TargetHead
 from train.head import DraftHead, packed_attention
+from train.unroll import chain_attention
 
-LOGIT_ROWS = 512  # rows of one output head product
+LOGIT_ELEMENTS = 2**25  # of one output head product: 128 MB in float32
+RESAMPLES = 1000
+CONFIDENCE = 0.95
 
 
 @dataclass
@@ -65,25 +69,101 @@ class ChainCounts:
 
 
 @dataclass
-class HeldoutDocument:
-    """A held-out sequence with what the target would greedily say at its supervised pairs."""
+class HeldoutEstimate:
+    """Acceptance on held-out documents, counted apart: chats differ, and positions of one do not.
 
+    `overlap` is for sampling: a token drafted with probability q(x) where the target gives p(x) is
+    accepted with probability Σ_x min(p(x), q(x)) (SpecInfer, EAGLE), here at temperature 1, in the
+    places that the greedy chain comes to.
+    """
+
+    names: list[str]  # D ids of cached sequences
+    tried: Tensor  # [D, K] int64
+    accepted: Tensor  # [D, K] int64
+    overlap: Tensor  # [D, K] float64  sum of Σ_x min(p(x), q(x)) over the tried
+
+    @property
+    def counts(self) -> ChainCounts:
+        return ChainCounts(self.tried.sum(0), self.accepted.sum(0))
+
+    @property
+    def length(self) -> float:
+        """τ over all documents."""
+        return self.counts.length
+
+    @property
+    def sampling_rates(self) -> list[float]:
+        """Mean Σ_x min(p(x), q(x)) at each step."""
+        return (self.overlap.sum(0) / self.tried.sum(0).clamp(min=1)).tolist()
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval of τ; None from fewer than two conversations.
+
+        Conversations, not positions, are drawn with replacement: the parts and replies of one chat
+        resemble each other. Seeded, so the same counts have the same interval.
+        """
+        conversations = sorted({stem(name) for name in self.names})
+        if len(conversations) < 2:
+            return None
+        place = {name: i for i, name in enumerate(conversations)}
+        of_document = torch.tensor([place[stem(name)] for name in self.names])
+        draws = torch.randint(
+            len(conversations),
+            (RESAMPLES, len(conversations)),
+            generator=torch.Generator().manual_seed(0),
+        )
+        times = torch.zeros(draws.shape, dtype=torch.float64)
+        times.scatter_add_(1, draws, torch.ones_like(times))
+        times = times[:, of_document]  # [resamples, D]  how often each document was drawn
+        rates = (times @ self.accepted.double()) / (times @ self.tried.double()).clamp(min=1)
+        lengths = 1 + rates.cumprod(dim=1).sum(dim=1)
+        tail = (1 - CONFIDENCE) / 2
+        low, high = lengths.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+        return low, high
+
+    def __str__(self) -> str:
+        """As logs have it: 1.389 [1.352, 1.428]."""
+        between = self.interval
+        return f"{self.length:.3f}" + (f" [{between[0]:.3f}, {between[1]:.3f}]" if between else "")
+
+    @classmethod
+    def joined(cls, parts: Sequence["HeldoutEstimate"]) -> "HeldoutEstimate":
+        """All documents in the order of their names, however processes had shared them out."""
+        names = [name for part in parts for name in part.names]
+        order = sorted(range(len(names)), key=names.__getitem__)
+        tried, accepted, overlap = (
+            torch.cat(tensors)[order]
+            for tensors in zip(*((p.tried, p.accepted, p.overlap) for p in parts), strict=True)
+        )
+        return cls([names[i] for i in order], tried, accepted, overlap)
+
+    def to_json(self) -> dict:
+        return {
+            **self.counts.to_json(),
+            "interval": self.interval,
+            "conversations": len({stem(name) for name in self.names}),
+            "sampling_alpha": self.sampling_rates,
+        }
+
+
+@dataclass
+class HeldoutDocument:
+    """A held-out sequence, on the device."""
+
+    name: str  # its id in the cache
     features: Tensor  # [T, H]
     input_ids: Tensor  # [T]
     supervised: Tensor  # [T-1] bool
-    target_tokens: Tensor  # [T-1]  argmax of logits(f_{j+1}) at supervised pairs j, else -1
 
 
-@torch.no_grad()
 def prepare_document(
-    sequence: CachedSequence, target_head: TargetHead, device: torch.device
+    sequence: CachedSequence, device: torch.device, *, name: str = ""
 ) -> HeldoutDocument:
-    """Move a cached sequence to `device` and find the target's own greedy tokens, once."""
-    features = sequence.features.to(device)
+    """Move a cached sequence to `device`, once for all estimates."""
     supervised = supervised_pairs(sequence.loss_mask).to(device)
-    target_tokens = torch.full_like(supervised, -1, dtype=torch.long)
-    target_tokens[supervised] = _argmax_tokens(features[1:][supervised], target_head)
-    return HeldoutDocument(features, sequence.input_ids.to(device), supervised, target_tokens)
+    input_ids = sequence.input_ids.to(device)
+    return HeldoutDocument(name, sequence.features.to(device), input_ids, supervised)
 
 
 @torch.no_grad()
@@ -93,94 +173,80 @@ def chain_acceptance(
     documents: Iterable[HeldoutDocument],
     *,
     num_steps: int,
-) -> ChainCounts:
+) -> HeldoutEstimate:
     """Follow greedy chains of `num_steps` draft tokens from every supervised pair.
 
     A chain goes on as long as its tokens are accepted *and* the cached text is what the target
     itself would have said: past that point the cache cannot tell what the target would answer.
     """
-    counts = ChainCounts.zeros(num_steps, target_head.weight.device)
-    for document in documents:
-        counts += _document_counts(head, target_head, document, num_steps)
-    return counts
+    parts = [_document_estimate(head, target_head, d, num_steps) for d in documents]
+    return HeldoutEstimate.joined([_nothing(num_steps), *parts])
 
 
-def _document_counts(
+def _nothing(num_steps: int) -> HeldoutEstimate:
+    counts = torch.zeros(0, num_steps, dtype=torch.long)
+    return HeldoutEstimate([], counts, counts, counts.double())
+
+
+def _document_estimate(
     head: DraftHead, target_head: TargetHead, document: HeldoutDocument, num_steps: int
-) -> ChainCounts:
+) -> HeldoutEstimate:
     dtype = head.fc.weight.dtype
-    input_ids, target_tokens = document.input_ids, document.target_tokens
-    counts = ChainCounts.zeros(num_steps, input_ids.device)
+    input_ids, supervised = document.input_ids, document.supervised
+    tried, num_accepted = (torch.zeros(num_steps, dtype=torch.long) for _ in range(2))
+    overlap = torch.zeros(num_steps, dtype=torch.float64)
 
     # Step 1: real pairs everywhere.
-    positions = torch.arange(len(input_ids) - 1, device=input_ids.device)
+    lengths = [len(supervised)]
+    positions = torch.arange(len(supervised), device=input_ids.device)
     x = head.fuse(target_head.embed(input_ids[1:]).to(dtype), document.features[:-1].to(dtype))
     query, key, value = head.query_key_value(x, positions)
-    attended = packed_attention(query, key, value, [len(positions)])
-    starts = document.supervised.nonzero().squeeze(1)  # [M]  the chains still followed
+    attended = packed_attention(query, key, value, lengths)
+    starts = supervised.nonzero().squeeze(1)  # [M]  the chains still followed
     predicted = head.finish(x[starts], attended[:, starts])  # [M, H]
 
-    own_keys: list[Tensor] = []  # each [kv_heads, M, d]
-    own_values: list[Tensor] = []
+    own: list[tuple[Tensor, Tensor]] = []  # keys and values of later steps, [kv_heads, M, d] each
     for n in range(1, num_steps + 1):
-        drafted = _argmax_tokens(predicted, target_head)
-        accepted = drafted == target_tokens[starts + n - 1]
-        counts.tried[n - 1] = len(starts)
-        counts.accepted[n - 1] = accepted.sum()
+        drafted, accepted, overlaps = _compare(
+            predicted, document.features[starts + n], target_head
+        )
+        tried[n - 1] = len(starts)
+        num_accepted[n - 1] = accepted.sum()
+        overlap[n - 1] = overlaps.double().sum()
         if n == num_steps:
             break
         # Follow on where the text says the same and the next pair is supervised too.
-        following = (starts + n).clamp(max=len(target_tokens) - 1)
+        following = (starts + n).clamp(max=len(supervised) - 1)
         keep = accepted & (input_ids[starts + n + 1] == drafted)
-        keep &= (starts + n < len(target_tokens)) & document.supervised[following]
+        keep &= (starts + n < len(supervised)) & supervised[following]
         starts, drafted, predicted = starts[keep], drafted[keep], predicted[keep]
-        own_keys = [k[:, keep] for k in own_keys]
-        own_values = [v[:, keep] for v in own_values]
+        own = [(k[:, keep], v[:, keep]) for k, v in own]
 
         x = head.fuse(target_head.embed(drafted).to(dtype), predicted)
         query, own_key, own_value = head.query_key_value(x, starts + n)
-        own_keys.append(own_key)
-        own_values.append(own_value)
-        attended = _chain_attention(query, key, value, starts, own_keys, own_values)
+        own.append((own_key, own_value))
+        attended = chain_attention(query, key, value, starts, own, lengths)
         predicted = head.finish(x, attended)
-    return counts
+    return HeldoutEstimate([document.name], tried[None], num_accepted[None], overlap[None])
 
 
-def _chain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    own_keys: list[Tensor],
-    own_values: list[Tensor],
-) -> Tensor:
-    """Attention of one later step: real pairs up to the chain's start, and the chain's own steps.
+def _compare(
+    predicted: Tensor, features: Tensor, target_head: TargetHead
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What head and target say in the same N places.
 
-    query:      [heads, M, d]
-    key, value: [kv_heads, T, d]      real pairs
-    starts:     [M]                   the pair each chain starts from
-    own_keys, own_values: steps of [kv_heads, M, d]
-    returns     [heads, M, d]
+    predicted: [N, H]  f̂
+    features:  [N, H]  f
+    returns    [N]     the head's most likely token
+               [N]     bool: it is the target's
+               [N]     Σ_x min(p(x), q(x))
     """
-    groups = query.shape[0] // key.shape[0]
-    scale = query.shape[-1] ** -0.5
-    own_key = torch.stack(own_keys, dim=2).repeat_interleave(groups, dim=0)  # [heads, M, S, d]
-    own_value = torch.stack(own_values, dim=2).repeat_interleave(groups, dim=0)
-    key = key.repeat_interleave(groups, dim=0)
-    value = value.repeat_interleave(groups, dim=0)
-
-    real_scores = query @ key.transpose(1, 2) * scale  # [heads, M, T]
-    hidden = torch.arange(key.shape[1], device=key.device) > starts[:, None]  # [M, T]
-    real_scores = real_scores.masked_fill(hidden, float("-inf"))
-    own_scores = (query[:, :, None] * own_key).sum(-1) * scale  # [heads, M, S]
-    weights = torch.cat([real_scores, own_scores], dim=-1).float().softmax(-1).to(query.dtype)
-    real, own = weights.split([key.shape[1], len(own_keys)], dim=-1)
-    return real @ value + (own[..., None] * own_value).sum(2)
-
-
-def _argmax_tokens(features: Tensor, target_head: TargetHead) -> Tensor:
-    """The output head's most likely token. features: [N, H] -> [N]."""
-    chunks = [target_head.logits(rows).argmax(-1) for rows in features.split(LOGIT_ROWS)]
-    if not chunks:
-        return torch.empty(0, dtype=torch.long, device=features.device)
-    return torch.cat(chunks)
+    rows = max(1, LOGIT_ELEMENTS // len(target_head.weight))
+    drafted, accepted, overlaps = [], [], []
+    for own, real in zip(predicted.split(rows), features.split(rows), strict=True):
+        draft_logits, target_logits = target_head.logits(own), target_head.logits(real)  # [R, V]
+        drafted.append(draft_logits.argmax(-1))
+        accepted.append(drafted[-1] == target_logits.argmax(-1))
+        target_probs, draft_probs = target_logits.softmax(-1), draft_logits.softmax(-1)
+        overlaps.append(torch.minimum(target_probs, draft_probs).sum(-1))
+    return torch.cat(drafted), torch.cat(accepted), torch.cat(overlaps)

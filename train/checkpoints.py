@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 
 from data.cache import FeatureCache
 from data.files import atomic_folder, read_json, sha256, write_json
-from train.acceptance import ChainCounts
+from train.acceptance import HeldoutEstimate
 from train.config import TrainConfig
 from train.head import DraftHead
 
@@ -35,23 +35,23 @@ FREE_SETTINGS |= {"target.revision", "target.trust_remote_code"}
 
 
 def make_record(
-    step: int, config: TrainConfig, cache: FeatureCache, counts: ChainCounts | None
+    step: int, config: TrainConfig, cache: FeatureCache, estimate: HeldoutEstimate | None
 ) -> dict:
     """What checkpoint.json says of a checkpoint."""
     return {
         "step": step,
-        "acceptance": counts and counts.to_json(),
+        "acceptance": estimate and estimate.to_json(),
         "fingerprint": cache.fingerprint,
         "cache": _identity(cache),
         "settings": asdict(config),
     }
 
 
-def note_best(run: Path, step: int, counts: ChainCounts) -> None:
-    """Update RUN/best.json when `counts` are the best so far."""
+def note_best(run: Path, step: int, estimate: HeldoutEstimate) -> None:
+    """Update RUN/best.json when `estimate` is the best so far."""
     best = best_record(run)
-    if best is None or counts.length > best["acceptance_length"]:
-        write_json(run / "best.json", {"step": step, **counts.to_json()})
+    if best is None or estimate.length > best["acceptance_length"]:
+        write_json(run / "best.json", {"step": step, **estimate.to_json()})
 
 
 def find_resumable(run: Path, config: TrainConfig, cache: FeatureCache) -> Path | None:

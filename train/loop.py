@@ -5,7 +5,7 @@ import math
 import time
 from pathlib import Path
 
-import torch
+from accelerate.utils import gather_object
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -13,7 +13,7 @@ from data.batches import PackedBatch, pack, prefetch, split_step
 from data.cache import FeatureCache
 from data.config import or_known
 from data.target import read_target_head
-from train.acceptance import ChainCounts, chain_acceptance
+from train.acceptance import HeldoutEstimate, chain_acceptance
 from train.checkpoints import (
     best_record,
     find_resumable,
@@ -131,11 +131,10 @@ def run_steps(run: Run, steps: list[Step]) -> None:
                 bar.set_postfix_str(metrics.log_line(), refresh=False)
 
 
-def estimate(run: Run) -> ChainCounts:
-    """Acceptance on the held-out documents of all processes."""
-    num_steps = run.config.heldout.num_steps
+def estimate(run: Run) -> HeldoutEstimate:
+    """Acceptance on the held-out documents of all processes, known to every one of them."""
     model: DraftHead = run.accelerator.unwrap_model(run.head)
-    counts = chain_acceptance(model, run.target_head, run.documents, num_steps=num_steps)
-    both = torch.stack([counts.tried, counts.accepted]).to(run.accelerator.device)
-    tried, accepted = run.accelerator.reduce(both, "sum").cpu()
-    return ChainCounts(tried, accepted)
+    own = chain_acceptance(
+        model, run.target_head, run.documents, num_steps=run.config.heldout.num_steps
+    )
+    return HeldoutEstimate.joined(gather_object([own]))

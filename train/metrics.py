@@ -17,10 +17,10 @@ from torch import Tensor
 
 from data.cache import FeatureCache
 from data.files import write_json
-from train.acceptance import ChainCounts
+from train.acceptance import HeldoutEstimate
 from train.config import TrainConfig
 from train.head import DraftHead
-from train.plan import Step
+from train.plan import Step, chats_of
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Metrics:
     ) -> None:
         self.accelerator = accelerator
         self.file = out / "metrics.jsonl"
-        self.acceptance: ChainCounts | None = None
+        self.acceptance: HeldoutEstimate | None = None
         self._start, self._total = start, total
         self._began = time.monotonic()
         self._rows: list[dict] = []
@@ -79,18 +79,18 @@ class Metrics:
         self._waited += waited
         self._supervised += step.num_supervised
 
-    def add_acceptance(self, step: int, counts: ChainCounts) -> None:
+    def add_acceptance(self, step: int, estimate: HeldoutEstimate) -> None:
         """Note a held-out estimate."""
-        self.acceptance = counts
-        self._write({"step": step, "heldout": counts.to_json()})
-        alphas = " / ".join(f"{rate:.3f}" for rate in counts.rates)
+        self.acceptance = estimate
+        self._write({"step": step, "heldout": estimate.to_json()})
         if self.accelerator.is_main_process:
             log.info(
-                "step %d: held-out acceptance length %.3f (α %s, %d positions)",
+                "step %d: held-out acceptance length %s (α %s; sampling %s; %d positions)",
                 step,
-                counts.length,
-                alphas,
-                int(counts.tried[0]),
+                estimate,
+                _slashed(estimate.counts.rates),
+                _slashed(estimate.sampling_rates),
+                int(estimate.counts.tried[0]),
             )
 
     def log_line(self) -> str:
@@ -168,11 +168,16 @@ def describe_run(
         shape.rope_parameters,
         f"{trainable:,}",
     )
+    chats, heldout_chats = chats_of(cache, training), chats_of(cache, heldout)
     log.info(
-        "data: %d sequences to train on with %s supervised pairs, %d held out by conversation",
+        "data: %d sequences of %d chats to train on with %s supervised pairs, %d of %d held out, "
+        "overlap %d",
         len(training),
+        len(chats),
         f"{pairs:,}",
         len(heldout),
+        len(heldout_chats),
+        len(chats & heldout_chats),
     )
     log.info(
         "run: %d optimizer steps of about %d tokens over %d process(es) on %s%s",
@@ -194,6 +199,10 @@ def describe_run(
             "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
         },
     )
+
+
+def _slashed(rates: list[float]) -> str:
+    return " / ".join(f"{rate:.3f}" for rate in rates)
 
 
 def peak_memory() -> int:
