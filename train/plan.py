@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from data.batches import plan_epoch
 from data.cache import FeatureCache
-from data.split import is_heldout
+from data.split import is_heldout, stem
 from train.config import TrainConfig
 
 
@@ -20,7 +20,10 @@ class Step:
 
 
 def split_cache(cache: FeatureCache, config: TrainConfig) -> tuple[list[int], list[int]]:
-    """Sequences to train on, and held-out ones (up to heldout.max_tokens), by conversation."""
+    """Sequences to train on, and held-out ones (up to heldout.max_tokens), by conversation.
+
+    Raises ValueError if one of the two is empty, RuntimeError if a chat has parts in both.
+    """
     share, seed = config.heldout.share, config.seed
     training, heldout, room = [], [], config.heldout.max_tokens or cache.manifest["num_tokens"]
     for index, name in enumerate(cache.ids):
@@ -34,15 +37,26 @@ def split_cache(cache: FeatureCache, config: TrainConfig) -> tuple[list[int], li
     if share > 0 and not heldout:
         raise ValueError(
             f"heldout.share={share} holds none of the {len(training)} sequences of {cache.path} "
-            f"out, so acceptance could not be measured. Raise heldout.share or dump more "
-            f"conversations; heldout.share=0 trains without an estimate."
+            f"out, so acceptance could not be measured: they are parts of "
+            f"{len(chats_of(cache, training))} chats (ids alike up to _NUMBER). Raise "
+            "heldout.share or dump more conversations; heldout.share=0 trains without an estimate."
         )
     if not training:
         raise ValueError(
             f"{cache.path} has {len(cache)} sequences, and none with a supervised position is left "
             f"to train on (heldout.share={share}). Dump more conversations or lower the share."
         )
+    if overlap := sorted(chats_of(cache, training) & chats_of(cache, heldout)):
+        raise RuntimeError(
+            f"{len(overlap)} chats of {cache.path} have parts on both sides of the split, "
+            f"{overlap[0]!r} for one: acceptance would be measured on what was trained."
+        )
     return training, heldout
+
+
+def chats_of(cache: FeatureCache, sequences: list[int]) -> set[str]:
+    """The chats that sequences are parts of, by the stems of their ids."""
+    return {stem(cache.ids[index]) for index in sequences}
 
 
 def plan_steps(cache: FeatureCache, training: list[int], config: TrainConfig) -> list[Step]:
