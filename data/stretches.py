@@ -58,8 +58,6 @@ def stretches(tokenizer: Any, sequence: TokenSequence, conversation: Conversatio
         end = start + len(list(group))
         # Decoded after what stands before it: some tokenizers drop the space that opens a text.
         known, longer = tokenizer.decode(ids[before:start]), tokenizer.decode(ids[before:end])
-        if not longer.startswith(known):  # known ends inside a character
-            known = known.rstrip("\ufffd")
         found.append(Stretch(longer.removeprefix(known), kind, is_control))
         before, start = start, end
     return found

@@ -1,6 +1,7 @@
 """A sequence as text: nothing is lost or added, and the edges of the mask are where they are."""
 
 import re
+from functools import cache
 from itertools import groupby
 
 import pytest
@@ -176,7 +177,7 @@ def test_the_page_holds_the_same_stretches_and_nothing_of_a_text_becomes_markup(
     ]
 
 
-@settings(derandomize=True, max_examples=200)
+@settings(derandomize=True, max_examples=60)
 @given(
     st.lists(st.tuples(st.sampled_from(["turn", "supervised"]), st.integers(1, 3000)), max_size=30),
     st.integers(100, 3000),
@@ -205,3 +206,35 @@ def test_every_marker_is_a_control_token_of_the_templates():
     """The tests above rely on it."""
     tokenizer = byte_level(CHATML, merges=False)
     assert {tokenizer.convert_tokens_to_ids(m) for m in MARKERS} <= control_tokens(tokenizer)
+
+
+@cache
+def tokenizer_of(kind: str, name: str):
+    return TOKENIZERS[kind](TEMPLATES[name])
+
+
+hostile = st.lists(
+    st.one_of(
+        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=6),
+        st.sampled_from([*MARKERS, "\n", "\n\n", "  ", "assistant\n", "🙂", "e\u0301", "[/INST]"]),
+    ),
+    min_size=1,
+    max_size=6,
+).map("".join)
+
+
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(
+    st.lists(hostile.filter(str.strip), min_size=2, max_size=4).filter(lambda t: len(t) % 2 == 0),
+    st.sampled_from([30, 10_000]),
+)
+def test_nothing_is_lost_or_added_whatever_the_text_and_wherever_it_is_cut(texts, max_length):
+    conversation = chat(*texts)
+    for name in ("smollm2", "llama2", "llama3", "vicuna"):
+        for kind in TOKENIZERS:
+            tokenizer = tokenizer_of(kind, name)
+            for sequence in render(tokenizer, conversation, max_length=max_length):
+                parts = stretches(tokenizer, sequence, conversation)
+                whole = tokenizer.decode(sequence.input_ids)
+                assert "".join(part.text for part in parts) == whole
+                assert all(part.text for part in parts)
