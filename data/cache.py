@@ -33,6 +33,7 @@ from data.quantise import dequantise
 
 FORMAT_VERSION = 2
 MADE_BY = "python -m scripts.dump_features"
+REPAIR = "python -m scripts.inspect_cache cache={} repair=true"
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,9 @@ def shard_record(cache: Path, index: int, *, checksum: bool) -> dict[str, Any] |
     try:
         record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         whole = path.stat().st_size == record["bytes"]
-    except (FileNotFoundError, json.JSONDecodeError, KeyError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    return record if whole and (not checksum or sha256(path) == record["sha256"]) else None
+    return record if whole and (not checksum or sha256(path) == record.get("sha256")) else None
 
 
 def calibration_path(cache: Path) -> Path:
@@ -271,7 +272,6 @@ def _open_shard(cache: Path, record: dict[str, Any]) -> Any:
     if size != record["bytes"]:
         raise ValueError(
             f"Shard {path} has {'no file' if size is None else f'{size} bytes'}, but the manifest "
-            f"says {record['bytes']} bytes. Delete {cache / 'manifest.json'} and run the same "
-            f"`{MADE_BY} … out={cache}` again: it redoes only the broken shards."
+            f"says {record['bytes']} bytes. Repair it with `{REPAIR.format(cache)}`."
         )
     return safe_open(path, framework="pt")

@@ -88,7 +88,7 @@ def read_json(path: Path, *, made_by: str) -> Any:
         raise FileNotFoundError(f"{path} does not exist. It is written by `{made_by}`.")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or not even text
         raise ValueError(f"{path} is not valid JSON ({error}). Run `{made_by}` again.") from error
 
 

@@ -3,6 +3,7 @@
 It depends on the chats, the target and the settings alone, never on the number of processes.
 """
 
+import hashlib
 import importlib.metadata
 import logging
 import shutil
@@ -13,9 +14,9 @@ from typing import Any
 
 import torch
 
-from data.cache import FORMAT_VERSION, check_version
+from data.cache import FORMAT_VERSION, REPAIR, check_version
 from data.config import DatasetConfig, DumpConfig
-from data.files import read_json, sha256, write_json
+from data.files import json_bytes, read_json, sha256, write_json
 from data.plausible import check_plausible
 from data.sources import source_digest
 from data.statistics import measure, pieces, summary
@@ -25,6 +26,11 @@ from data.tokens import Tokens, load_tokens, save_tokens, tokenise
 log = logging.getLogger(__name__)
 
 MADE_BY = "python -m scripts.dump_features"
+# The way out where the plan is lost: nothing else in a cache says what it says.
+ANEW = (
+    f"`{MADE_BY}` with the same settings and out=ANOTHER_FOLDER writes the same plan.json and "
+    "tokens.safetensors before its first shard: stop it then, and copy both from there."
+)
 # What a folder may hold before there is a plan: traces of a dump that was stopped while planning.
 LEFTOVERS = ("shards", ".lock", "tokens.safetensors", "*.tmp", ".tmp*")
 TOKEN_BYTES = 4 + 1  # input_ids int32, loss_mask bool
@@ -192,15 +198,27 @@ def write_plan(out: Path, plan: Plan, tokens: Tokens) -> Plan:
     """Write the tokens, then the plan that makes them valid."""
     checksum = save_tokens(out / "tokens.safetensors", tokens)
     plan = Plan(**{**vars(plan), "tokens_sha256": checksum})
-    write_json(out / "plan.json", vars(plan))
+    write_json(out / "plan.json", {**vars(plan), "sha256": _checksum(vars(plan))})
     return plan
 
 
 def read_plan(out: Path) -> Plan:
     """Raises FileNotFoundError or ValueError if there is no plan that this version can read."""
-    record = read_json(out / "plan.json", made_by=MADE_BY)
-    check_version(record, out / "plan.json")
+    file = out / "plan.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist. {ANEW}")
+    try:
+        record = read_json(file, made_by=MADE_BY)
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error.__cause__}). {ANEW}") from error
+    check_version(record, file)
+    if record.pop("sha256", None) != _checksum(record):
+        raise ValueError(f"{file} is damaged: its checksum is another. {ANEW}")
     return Plan(**record)
+
+
+def _checksum(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json_bytes(record)).hexdigest()
 
 
 def read_tokens(out: Path, plan: Plan, *, checksum: bool = False) -> Tokens:
@@ -208,8 +226,8 @@ def read_tokens(out: Path, plan: Plan, *, checksum: bool = False) -> Tokens:
     file = out / "tokens.safetensors"
     if not file.is_file() or (checksum and sha256(file) != plan.tokens_sha256):
         raise ValueError(
-            f"{file} is {'damaged' if file.is_file() else 'missing'}, but {out}/plan.json needs "
-            f"it. Delete {out} and run `{MADE_BY}` again."
+            f"{file} is {'damaged' if file.is_file() else 'missing'}. Make it again out of the "
+            f"shards with `{REPAIR.format(out)}`."
         )
     return load_tokens(file)
 
