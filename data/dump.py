@@ -22,6 +22,7 @@ from data.calibration import ensure_calibration
 from data.config import DumpConfig
 from data.files import json_bytes, write_json, writing
 from data.lock import locked
+from data.origin import log_replies
 from data.plan import (
     Plan,
     check_folder,
@@ -110,6 +111,7 @@ def prepare_dump(config: DumpConfig, out: Path) -> tuple[Plan, Tokens]:
         100 * plan.num_supervised / plan.num_tokens,
         len(plan.shards),
     )
+    log_replies(plan.replies, plan.fingerprint)
     records = shard_records(out, plan)
     if None not in records and manifest_is(out, plan):
         log.info("%s is finished: nothing to do.", out)
@@ -220,6 +222,7 @@ def make_manifest(out: Path, plan: Plan) -> dict[str, Any]:
         "format_version": FORMAT_VERSION,
         "fingerprint": plan.fingerprint,
         "settings": plan.settings,
+        "replies": plan.replies,
         "hidden_size": plan.hidden_size,
         "feature_dtype": plan.feature_dtype,
         "calibration": calibration_record(out) if plan.feature_dtype == "int8" else None,

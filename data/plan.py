@@ -17,6 +17,7 @@ import torch
 from data.cache import FORMAT_VERSION, REPAIR, check_version
 from data.config import DatasetConfig, DumpConfig
 from data.files import json_bytes, read_json, sha256, write_json
+from data.origin import replies_of
 from data.plausible import check_plausible
 from data.sources import source_digest
 from data.statistics import measure, pieces, summary
@@ -46,6 +47,7 @@ class Plan:
     settings: dict[str, Any]  # all that decides the content of the cache
     versions: dict[str, str]  # of the libraries that made the plan
     counts: dict[str, Any]  # conversations read, dropped and mended, by reason
+    replies: dict[str, Any]  # whose they are (data/origin.py)
     statistics: dict[str, Any]  # lengths, replies and mask of all sequences (data/statistics.py)
     hidden_size: int
     feature_dtype: str
@@ -166,6 +168,7 @@ def make_plan(
         settings=settings,
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         counts=counts.to_json(),
+        replies=replies_of(config.dataset.path, checksum=settings["dataset.sha256"]),
         statistics=asdict(statistics),
         hidden_size=text_config.hidden_size,
         feature_dtype=feature_dtype(config, dtype),
