@@ -43,6 +43,7 @@ def make_record(
         "acceptance": estimate and estimate.to_json(),
         "fingerprint": cache.fingerprint,
         "cache": _identity(cache),
+        "replies": cache.manifest.get("replies"),
         "settings": asdict(config),
     }
 

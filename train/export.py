@@ -80,6 +80,7 @@ def export(config: ExportConfig) -> Path:
         "acceptance": record.get("acceptance"),
         "fingerprint": record["fingerprint"],
         "cache": record.get("cache"),
+        "replies": record.get("replies"),
         "settings": record.get("settings"),
         "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
     }

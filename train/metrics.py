@@ -17,6 +17,7 @@ from torch import Tensor
 
 from data.cache import FeatureCache
 from data.files import write_json
+from data.origin import describe_replies
 from train.acceptance import HeldoutEstimate
 from train.config import TrainConfig
 from train.head import DraftHead
@@ -179,6 +180,7 @@ def describe_run(
         len(heldout_chats),
         len(chats & heldout_chats),
     )
+    log.info("replies: %s", describe_replies(cache.manifest.get("replies"), cache.fingerprint))
     log.info(
         "run: %d optimizer steps of about %d tokens over %d process(es) on %s%s",
         total,
@@ -193,6 +195,7 @@ def describe_run(
         out / "run.json",
         {
             "settings": asdict(config),
+            "replies": cache.manifest.get("replies"),
             "command": [sys.executable, *sys.argv],
             "processes": accelerator.num_processes,
             "git": _git_revision(),

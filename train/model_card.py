@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import read_json
+from data.origin import describe_replies
 from train.engine_config import ENGINE_NAMES
 
 CARD = """\
@@ -44,6 +45,8 @@ Step {step} of a run with these settings. Weights were trained in float32 and co
 
 Features: {cache}
 
+Replies in the chats: {replies}.
+
 ## Target fingerprint
 
 {fingerprint}
@@ -73,6 +76,7 @@ def model_card(origin: dict[str, Any], path: Path, target: str) -> str:
         bias_note=", and `fc.bias` is zero: SGLang needs one" if engine == "sglang" else "",
         settings=_table("setting", _flatten(origin["settings"] or {})),
         cache=json.dumps(origin["cache"], ensure_ascii=False),
+        replies=describe_replies(origin["replies"], origin["fingerprint"]),
         fingerprint=_table("field", origin["fingerprint"]),
     )
 
