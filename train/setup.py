@@ -18,7 +18,7 @@ from train.acceptance import HeldoutDocument, prepare_document
 from train.checkpoints import restore
 from train.config import TrainConfig
 from train.head import DraftHead, draft_config
-from train.initialise import regression_init
+from train.initialise import initialise
 from train.vocabulary import frequent_head
 
 
@@ -70,8 +70,12 @@ def refuse_another_target(target: TargetConfig, cache: FeatureCache) -> None:
 def new_head(config: TrainConfig, target: TargetConfig) -> DraftHead:
     """A head with random weights: the same ones in every process."""
     torch.manual_seed(config.seed)
-    size = config.head.intermediate_size
-    return DraftHead(draft_config(load_config(target), intermediate_size=size))
+    shape = draft_config(
+        load_config(target),
+        intermediate_size=config.head.intermediate_size,
+        inputs=config.head.inputs,
+    )
+    return DraftHead(shape)
 
 
 def prepare(
@@ -86,8 +90,8 @@ def prepare(
     checkpoint: Path | None,
 ) -> Run:
     """Start values, optimizer and wrapping of `head`, or what `checkpoint` holds of them."""
-    if not checkpoint and config.head.init == "regression":
-        regression_init(head, target_head, cache, training)
+    if not checkpoint:
+        initialise(head, config, target_head, cache, training)
     loss_head = target_head
     if config.loss.vocab:
         loss_head = frequent_head(target_head, cache, training, count=config.loss.vocab)
