@@ -27,7 +27,7 @@ from torch import Tensor
 
 LARGEST = 127
 POWER = 0.75  # of a channel's root mean square
-QUIETEST = 0.01  # of the median scale: a channel that was silent when measured may not stay so
+QUIETEST = 0.1  # of the median scale: a channel that was silent when measured may not stay so
 
 
 def channel_scales(features: Tensor) -> Tensor:

@@ -39,6 +39,6 @@ def reply_token_counts(cache: FeatureCache, sequences: list[int], *, vocab_size:
     """How often each token stands in a reply: [V] int64."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for index in sequences:
-        sequence = cache.sequence(index)
-        counts += torch.bincount(sequence.input_ids[sequence.loss_mask], minlength=vocab_size)
+        input_ids, loss_mask = cache.tokens(index)
+        counts += torch.bincount(input_ids[loss_mask], minlength=vocab_size)
     return counts
