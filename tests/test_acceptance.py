@@ -16,7 +16,7 @@ from train.acceptance import (
     chain_acceptance,
     prepare_document,
 )
-from train.config import HeldoutConfig, TrainConfig
+from train.config import INPUTS, HeldoutConfig, TrainConfig
 from train.head import DraftHead, draft_config
 from train.loop import fit
 
@@ -24,7 +24,7 @@ V, H = 12, 32
 CPU = torch.device("cpu")
 
 
-def make_case(seed: int, length: int = 40):
+def make_case(seed: int, length: int = 40, inputs: str = "feature_token"):
     """A document whose text mostly follows the target's argmax, and a head that often agrees."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
@@ -36,8 +36,7 @@ def make_case(seed: int, length: int = 40):
     features[flip] = torch.randn(int(flip.sum()), H)
     loss_mask = torch.ones(length, dtype=torch.bool)
     loss_mask[:4] = loss_mask[20:24] = False
-    config = draft_config(tiny_llama_config(vocab_size=V))
-    head = DraftHead(config)
+    head = DraftHead(draft_config(tiny_llama_config(vocab_size=V), inputs=inputs))
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
@@ -70,10 +69,11 @@ def one_by_one(head, target_head, sequence, num_steps):
 
 
 @torch.no_grad()
-def test_all_positions_at_once_equal_one_by_one_drafting():
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_all_positions_at_once_equal_one_by_one_drafting(inputs):
     followed = 0
     for seed in range(8):
-        head, target_head, sequence = make_case(seed)
+        head, target_head, sequence = make_case(seed, inputs=inputs)
         document = prepare_document(sequence, CPU)
         ours = chain_acceptance(head, target_head, [document], num_steps=4)
         theirs, overlap = one_by_one(head, target_head, sequence, 4)

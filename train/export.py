@@ -29,7 +29,7 @@ from train.engine_config import (
     engine_tensors,
     tensor_problems,
 )
-from train.head import DraftHead
+from train.head import SERVED_INPUTS, DraftHead
 from train.model_card import model_card, serve_command
 
 __all__ = ["export", "load_exported", "serve_command"]
@@ -52,6 +52,11 @@ def export(config: ExportConfig) -> Path:
     """
     checkpoint = find_checkpoint(Path(config.checkpoint))
     head, record = load_head(checkpoint)
+    if head.inputs != SERVED_INPUTS:
+        raise ValueError(
+            f"{checkpoint} was trained with head.inputs={head.inputs}, for comparison: engines "
+            f"feed a head both token and feature. Export one with head.inputs={SERVED_INPUTS}."
+        )
     target, target_config, target_head = _read_target(config, record, checkpoint)
     dtype = target_head.weight.dtype
     out = Path(config.out) if config.out else _run_folder(checkpoint) / "export" / config.engine

@@ -86,7 +86,10 @@ def _shuffled_pairs(
     *,
     seed: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """What fc reads and what it should give, at supervised pairs: [N, 2H] and [N, H] float32."""
+    """What fc reads and what it should give, at supervised pairs: [N, 2H] and [N, H].
+
+    In float64: embeddings are much smaller than features, and float32 would round their part away.
+    """
     device = head.fc.weight.device
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed)).tolist()
     group: list[int] = []
@@ -97,5 +100,5 @@ def _shuffled_pairs(
         batch = pack(cache, group).to(device)
         tokens = target_head.embed(batch.next_ids[batch.supervised])
         features = batch.features[batch.supervised]
-        yield head.fc_inputs(tokens.float(), features.float()), batch.target_features.float()
+        yield head.fc_inputs(tokens.double(), features.double()), batch.target_features.double()
         group = []
