@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 
 from data.config import DatasetConfig
-from data.statistics import Statistics
+from data.statistics import Statistics, percent
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,10 @@ def implausible(statistics: Statistics) -> Iterator[str]:
         return
     if s.share < MIN_SHARE:
         yield (
-            f"{s.share:.2%} of the tokens are supervised, expected at least {MIN_SHARE:.0%}. The "
-            "replies are not where the reader looks for them, or the prompts are far longer than "
-            "the replies: check the fields of the records; shorten the prompts."
+            f"{percent(s.share, 2)} of the tokens are supervised, expected at least "
+            f"{percent(MIN_SHARE, 0)}. The replies are not where the reader looks for them, or the "
+            "prompts are far longer than the replies: check the fields of the records; shorten the "
+            "prompts."
         )
     prompt = (s.tokens - s.supervised) / s.replies
     if prompt < MIN_PROMPT:
@@ -66,17 +67,18 @@ def implausible(statistics: Statistics) -> Iterator[str]:
         )
     if s.ended_share < MIN_ENDED:
         yield (
-            f"{s.ended_share:.1%} of the replies that are not cut off end with an end-of-turn "
-            f"token, expected at least {MIN_ENDED:.0%}. The chat template writes none, or the "
-            "tokenizer does not know it as one token; a head would never learn where replies end: "
-            "use the chat template and the tokenizer that are served."
+            f"{percent(s.ended_share)} of the replies that are not cut off end with an end-of-turn "
+            f"token, expected at least {percent(MIN_ENDED, 0)}. The chat template writes none, or "
+            "the tokenizer does not know it as one token; a head would never learn where replies "
+            "end: use the chat template and the tokenizer that are served."
         )
-    if s.at_max_length / s.sequences > MAX_CUT and s.share < MIN_SHARE_CUT:
+    cut = s.at_max_length / s.sequences
+    if cut > MAX_CUT and s.share < MIN_SHARE_CUT:
         yield (
-            f"{s.at_max_length / s.sequences:.0%} of the sequences reach max_length="
-            f"{s.max_length} and {s.share:.1%} of their tokens are supervised, expected at most "
-            f"{MAX_CUT:.0%} or at least {MIN_SHARE_CUT:.0%}. Prompts fill the sequences and the "
-            "replies are cut off: raise max_length, or shorten the prompts."
+            f"{percent(cut, 0)} of the sequences reach max_length={s.max_length} and "
+            f"{percent(s.share)} of their tokens are supervised, expected at most "
+            f"{percent(MAX_CUT, 0)} or at least {percent(MIN_SHARE_CUT, 0)}. Prompts fill the "
+            "sequences and the replies are cut off: raise max_length, or shorten the prompts."
         )
     if s.reply_lengths.median < MIN_REPLY:
         yield (
@@ -87,12 +89,13 @@ def implausible(statistics: Statistics) -> Iterator[str]:
     if s.distinct / s.sequences < MIN_DISTINCT:
         yield (
             f"{s.distinct:,} of {s.sequences:,} sequences differ, expected at least "
-            f"{MIN_DISTINCT:.0%}. The file holds the same chats again and again: a broken export, "
-            "or one that was appended to on each run."
+            f"{percent(MIN_DISTINCT, 0)}. The file holds the same chats again and again: a broken "
+            "export, or one that was appended to on each run."
         )
-    if s.top_count / s.supervised > MAX_TOKEN:
+    top = s.top_count / s.supervised
+    if top > MAX_TOKEN:
         yield (
-            f"token {s.top_token} ({s.top_text!r}) is {s.top_count / s.supervised:.0%} of the "
-            f"supervised tokens, expected at most {MAX_TOKEN:.0%}. The tokenizer does not know the "
-            "text (an unknown token), or the replies are filler: look at both."
+            f"token {s.top_token} ({s.top_text!r}) is {percent(top, 0)} of the supervised tokens, "
+            f"expected at most {percent(MAX_TOKEN, 0)}. The tokenizer does not know the text (an "
+            "unknown token), or the replies are filler: look at both."
         )

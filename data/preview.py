@@ -1,6 +1,5 @@
 """Shows what a dump would store of some chats: their token sequences, and figures of all."""
 
-import logging
 import os
 import random
 from array import array
@@ -21,12 +20,10 @@ from data.files import atomic_write
 from data.plausible import FEWEST_SEQUENCES, implausible
 from data.rendering import BATCH, TokenSequence, render_all
 from data.split import with_suffix
-from data.statistics import PIECE, Statistics, measure, table
+from data.statistics import PIECE, Statistics, measure, percent, table
 from data.stretches import LEGEND, LINE_END, Stretch, as_html, as_text, legend, shorten, stretches
 from data.template import control_tokens
 from data.tokens import Tokens
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,9 +52,13 @@ def preview(config: PreviewConfig, *, color: bool) -> str:
         blocks.append(f"{_bold(one.title) if color else one.title}\n{body}".rstrip("\n"))
     if blocks:
         blocks.insert(0, legend(color=color))
+    if figures:
+        blocks.append(figures)
     if config.html is not None:
-        _write_page(Path(config.html).expanduser(), config, shown, figures)
-    return "\n\n".join([*blocks, figures]).rstrip("\n")
+        file = Path(config.html).expanduser()
+        _write_page(file, config, shown, figures)
+        blocks.append(f"written to {file}")
+    return "\n\n".join(blocks)
 
 
 def wants_color(choice: str, stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
@@ -196,7 +197,7 @@ def _look(
 def _title(sequence: TokenSequence, counts: Counts, max_length: int) -> str:
     length, supervised = len(sequence.input_ids), sum(sequence.loss_mask)
     notes = [note for note in counts.mended if note != "cut to max_length" or length == max_length]
-    figures = f"{length:,} tokens, {supervised:,} supervised ({supervised / length:.1%})"
+    figures = f"{length:,} tokens, {supervised:,} supervised ({percent(supervised / length)})"
     return f"{sequence.id}: " + "; ".join([figures, *notes])
 
 
@@ -253,4 +254,3 @@ def _write_page(file: Path, config: PreviewConfig, shown: list[Shown], figures: 
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as tmp:
         tmp.write_text(page, encoding="utf-8")
-    log.info("%s written", file)

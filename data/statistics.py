@@ -219,14 +219,19 @@ def _doubling(histogram: Tensor) -> list[int]:
 # --- for people --------------------------------------------------------------------------------
 
 
+def percent(share: float, digits: int = 1) -> str:
+    """A share from 0 to 1 in words."""
+    return f"{100 * share:.{digits}f} %"
+
+
 def summary(statistics: Statistics) -> str:
     """The main figures in three lines."""
     s = statistics
     return (
         f"lengths: {s.lengths.min:,} to {s.lengths.max:,} tokens, median {s.lengths.median:,}; "
-        f"{s.at_max_length / s.sequences:.1%} of the sequences at max_length\n"
-        f"mask: {s.share:.1%} of the tokens supervised; of a sequence, median {s.shares.median} %, "
-        f"nine in ten between {s.shares.p5} and {s.shares.p95} %\n"
+        f"{percent(s.at_max_length / s.sequences)} of the sequences at max_length\n"
+        f"mask: {percent(s.share)} of the tokens supervised; of a sequence, median "
+        f"{s.shares.median} %, nine in ten between {s.shares.p5} and {s.shares.p95} %\n"
         f"replies: {s.replies:,}, median {s.reply_lengths.median:,} tokens; {_ended(s)}"
     )
 
@@ -236,13 +241,21 @@ def table(statistics: Statistics) -> str:
     s = statistics
     rows = [
         ("sequences", s.sequences, f"{s.distinct:,} of them different"),
-        ("at max_length", s.at_max_length, f"{s.at_max_length / s.sequences:.1%} of the sequences"),
+        (
+            "at max_length",
+            s.at_max_length,
+            f"{percent(s.at_max_length / s.sequences)} of the sequences",
+        ),
         ("tokens", s.tokens, ""),
-        ("supervised tokens", s.supervised, f"{s.share:.1%} of the tokens"),
+        ("supervised tokens", s.supervised, f"{percent(s.share)} of the tokens"),
         ("supervised pairs", s.pairs, "what the loss counts: no reply's first token"),
         ("replies", s.replies, f"{s.cut_replies:,} of them cut off by max_length"),
         ("  ended", s.ended_replies, _ended(s)),
-        ("top token", s.top_count, f"{s.top_text!r}, {s.top_count / s.supervised:.1%} of replies"),
+        (
+            "top token",
+            s.top_count,
+            f"{s.top_text!r}, {percent(s.top_count / s.supervised)} of replies",
+        ),
     ]
     lines = [f"{name:<20}{value:>12,}   {about}".rstrip() for name, value, about in rows]
     spreads = {
@@ -261,7 +274,7 @@ def table(statistics: Statistics) -> str:
 def _ended(statistics: Statistics) -> str:
     if statistics.cut_replies == statistics.replies:
         return "all of them are cut off by max_length"
-    return f"{statistics.ended_share:.1%} of those not cut off have an end-of-turn token"
+    return f"{percent(statistics.ended_share)} of those not cut off have an end-of-turn token"
 
 
 def _bars(statistics: Statistics) -> Iterator[str]:
@@ -271,6 +284,6 @@ def _bars(statistics: Statistics) -> Iterator[str]:
         if high >= statistics.lengths.min:
             bar = "█" * round(BAR * count / most)
             to = min(high, statistics.max_length)
-            share = count / statistics.sequences
-            yield f"{low:>9,} to {to:>7,}{count:>10,}{share:>7.1%}  {bar}".rstrip()
+            share = percent(count / statistics.sequences)
+            yield f"{low:>9,} to {to:>7,}{count:>10,}{share:>9}  {bar}".rstrip()
         low, high = high + 1, high * 2

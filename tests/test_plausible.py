@@ -38,7 +38,7 @@ FAULTS = {
     "prompts_far_longer_than_replies": (
         chats(prompt=900, reply=4),
         chats(prompt=400, reply=4),
-        r"0.55% of the tokens are supervised, expected at least 1%",
+        r"0.55 % of the tokens are supervised, expected at least 1 %",
     ),
     "mask_of_all_ones": (
         chats(prompt=0, reply=40),
@@ -53,12 +53,12 @@ FAULTS = {
     "no_end_of_turn_token": (
         chats(end=9),
         chats(end=9, count=20) + chats(count=20),
-        r"0.0% of the replies that are not cut off end with an end-of-turn token",
+        r"0.0 % of the replies that are not cut off end with an end-of-turn token",
     ),
     "prompts_up_to_max_length": (
         [sequence[:1000] for sequence in chats(prompt=980, reply=40)],
         [sequence[:1000] for sequence in chats(prompt=880, reply=140)],
-        r"100% of the sequences reach max_length=1000 and 2.0% of their tokens are supervised",
+        r"100 % of the sequences reach max_length=1000 and 2.0 % of their tokens are supervised",
     ),
     "a_label_as_reply": (
         chats(reply=1),
@@ -68,12 +68,12 @@ FAULTS = {
     "the_same_chats_again_and_again": (
         chats(3) * 11,
         chats(3) * 10,
-        r"3 of 33 sequences differ, expected at least 10%",
+        r"3 of 33 sequences differ, expected at least 10 %",
     ),
     "one_token_only": (
         chats(reply=8, word=5),
         chats(reply=8, word=5, count=10) + chats(reply=8, count=10),
-        r"token 5 \('\[5\]'\) is 89% of the supervised tokens, expected at most 50%",
+        r"token 5 \('\[5\]'\) is 89 % of the supervised tokens, expected at most 50 %",
     ),
 }
 
@@ -159,7 +159,7 @@ def test_a_dump_of_one_chat_again_and_again_is_refused_unless_allowed(
     with caplog.at_level(logging.INFO):
         out = dump(config)
     assert "1 of 20 sequences differ" in caplog.text
-    assert "100.0% of those not cut off have an end-of-turn token" in caplog.text
+    assert "100.0 % of those not cut off have an end-of-turn token" in caplog.text
     assert read_plan(out).statistics["distinct"] == 1
 
 
@@ -172,5 +172,5 @@ def test_a_template_without_an_end_of_turn_token_is_refused(chats_path, tmp_path
         dataset=DatasetConfig(path=str(chats_path)),
         out=str(tmp_path / "cache"),
     )
-    with pytest.raises(ValueError, match=r"0.0% of the replies .* The chat template writes none"):
+    with pytest.raises(ValueError, match=r"0.0 % of the replies .* The chat template writes none"):
         dump(config)

@@ -21,7 +21,7 @@ from tests.tiny import tiny_tokenizer
 def random_sequences(rng: random.Random, count: int) -> list[Sequence]:
     """Replies anywhere: at the very begin and end too, and of one token."""
     return [
-        [(rng.randrange(9), rng.random() < 0.6) for _ in range(rng.randint(1, 50))]
+        [(rng.randrange(9), rng.random() < 0.6) for _ in range(min(rng.randint(1, 60), 50))]
         for _ in range(count)
     ]
 
@@ -30,17 +30,19 @@ def test_figures_are_those_of_a_plain_count():
     rng = random.Random(0)
     sequences = random_sequences(rng, 200) + random_sequences(rng, 3)[:1] * 5
     found = figures(tokens_of(sequences))
-    replies, each, cut, shares = [], [], 0, []
+    replies, each, shares = [], [], []
+    at_end = Counter()  # replies up to max_length, by whether they are ended
     for sequence in sequences:
         runs = [list(group) for is_reply, group in groupby(sequence, lambda p: p[1]) if is_reply]
         replies += runs
         each.append(len(runs))
         shares.append(round(sum(map(len, runs)) / len(sequence) * 1000))
-        is_at_end = bool(runs) and sequence[-1][1] and sequence[-1][0] != END
-        cut += is_at_end and len(sequence) == 50
+        if len(sequence) == 50 and sequence[-1][1]:
+            at_end[sequence[-1][0] == END] += 1
     words = Counter(token for run in replies for token, _ in run)
     lengths = [len(sequence) for sequence in sequences]
-    assert cut and sum(length == 50 for length in lengths) > cut
+    cut = at_end[False]
+    assert at_end[True] and at_end[False] and lengths.count(50) > at_end.total()
 
     assert found.sequences == 205
     assert found.distinct == len({tuple(sequence) for sequence in sequences}) == 201
@@ -123,13 +125,13 @@ def test_the_table_says_what_was_counted():
     lines = table(found).splitlines()
     assert lines == [
         "sequences                      4   2 of them different",
-        "at max_length                  1   25.0% of the sequences",
+        "at max_length                  1   25.0 % of the sequences",
         "tokens                        22",
-        "supervised tokens             14   63.6% of the tokens",
+        "supervised tokens             14   63.6 % of the tokens",
         "supervised pairs              10   what the loss counts: no reply's first token",
         "replies                        4   1 of them cut off by max_length",
-        "  ended                        3   100.0% of those not cut off have an end-of-turn token",
-        "top token                      5   '[8]', 35.7% of replies",
+        "  ended                        3   100.0 % of those not cut off have an end-of-turn token",
+        "top token                      5   '[8]', 35.7 % of replies",
         "",
         "                              min      5 %   median     mean     95 %      max",
         "tokens of a sequence            4        4        4      5.5       10       10",
@@ -138,15 +140,15 @@ def test_the_table_says_what_was_counted():
         "tokens of a reply               3        3        3      3.5        5        5",
         "",
         "tokens of a sequence",
-        "        3 to       4         3  75.0%  " + "█" * 30,
-        "        5 to       8         0   0.0%",
-        "        9 to      10         1  25.0%  " + "█" * 10,
+        "        3 to       4         3   75.0 %  " + "█" * 30,
+        "        5 to       8         0    0.0 %",
+        "        9 to      10         1   25.0 %  " + "█" * 10,
     ]
     assert summary(found) == (
-        "lengths: 4 to 10 tokens, median 4; 25.0% of the sequences at max_length\n"
-        "mask: 63.6% of the tokens supervised; of a sequence, median 75.0 %, nine in ten between "
+        "lengths: 4 to 10 tokens, median 4; 25.0 % of the sequences at max_length\n"
+        "mask: 63.6 % of the tokens supervised; of a sequence, median 75.0 %, nine in ten between "
         "50.0 and 75.0 %\n"
-        "replies: 4, median 3 tokens; 100.0% of those not cut off have an end-of-turn token"
+        "replies: 4, median 3 tokens; 100.0 % of those not cut off have an end-of-turn token"
     )
 
 
