@@ -7,7 +7,7 @@ plan alone, so a resumed dump would find the same.
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from data.cache import calibration_path, calibration_record, shard_record
 from data.files import atomic_write, write_json, writing
 from data.plan import TOKEN_BYTES, Plan, auto_feature_dtype
-from data.quantise import channel_scales, dequantise, quantise
+from data.quantise import Cost, channel_scales, dequantise, quantise
 from data.shards import check_finite, cut_batches, features_of
 from data.target import Target, TargetHead
 from data.tokens import Tokens
@@ -31,21 +31,6 @@ START = 512  # tokens used of a sequence, so that the sample is of many chats
 # changes 4 %: labels that wrong are no longer the target's.
 MAX_FLIPS = 0.03
 LOGIT_BYTES = 2**26  # of one block of logits, of which a few are held
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What storing features does to them and to the distributions that the output head makes."""
-
-    kl: float  # nats: mean KL(from the feature || from what is stored of it)
-    flips: float  # share of tokens whose argmax changes
-    error: float  # root mean square of the difference, as a share of the features'
-
-    def __str__(self) -> str:
-        return (
-            f"KL {self.kl:.2g}, {100 * self.flips:.2g} % of argmaxes changed, "
-            f"error {100 * self.error:.2g} %"
-        )
 
 
 def ensure_calibration(out: Path, plan: Plan, tokens: Tokens, target: Callable[[], Target]) -> None:

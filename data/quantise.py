@@ -22,12 +22,29 @@ tokens of chats that were not calibrated on (8,192 were):
 25 to 50 tokens: their differences are noise, those of the KL are not.)
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 LARGEST = 127
 POWER = 0.75  # of a channel's root mean square
 QUIETEST = 0.1  # of the median scale: a channel that was silent when measured may not stay so
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What storing features does to them and to the distributions that the output head makes."""
+
+    kl: float  # nats: mean KL(from the feature || from what is stored of it)
+    flips: float  # share of tokens whose argmax changes
+    error: float  # root mean square of the difference, as a share of the features'
+
+    def __str__(self) -> str:
+        return (
+            f"KL {self.kl:.2g}, {100 * self.flips:.2g} % of argmaxes changed, "
+            f"error {100 * self.error:.2g} %"
+        )
 
 
 def channel_scales(features: Tensor) -> Tensor:

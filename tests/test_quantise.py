@@ -23,7 +23,7 @@ from data.calibration import calibration_sequences, storage_costs
 from data.config import DatasetConfig, DumpConfig, TargetConfig
 from data.dump import dump
 from data.plan import read_plan
-from data.quantise import channel_scales, dequantise, quantise
+from data.quantise import Cost, channel_scales, dequantise, quantise
 from data.target import TargetHead, load_target
 from tests.kill_dump import small_dump
 from tests.test_dump import ONE_THREAD, contents, launch
@@ -183,7 +183,7 @@ def test_costs_are_those_of_the_whole_distributions(monkeypatch):
     assert costs["noisy"].flips == pytest.approx(float(flips), rel=5e-3) and flips > 0
     error = (stored - features).norm() / features.norm()
     assert costs["noisy"].error == pytest.approx(float(error), rel=5e-3)
-    assert costs["same"] == calibration.Cost(0, 0, 0)
+    assert costs["same"] == Cost(0, 0, 0)
 
 
 def test_the_cost_is_measured_on_other_sequences_spread_over_the_data():
@@ -431,14 +431,28 @@ def test_training_on_int8_is_training_on_bfloat16_but_for_rounding(init, finishe
         head=HeadConfig(init=init),
         heldout=HeldoutConfig(share=0.2),
     )
-    lengths = [
-        fit(replace(config, features=str(features), out=str(tmp_path / features.parent.name)))
-        for features in (finished, plain)
-    ]
-    runs = [tmp_path / features.parent.name for features in (finished, plain)]
-    for ours, theirs in zip(*map(losses, runs), strict=True):
-        assert ours == pytest.approx(theirs, rel=2e-3)
-    assert lengths[0] == pytest.approx(lengths[1], abs=0.1)
-    theirs = weights(runs[1], 2)
-    for name, tensor in weights(runs[0], 2).items():
-        assert (tensor - theirs[name]).norm() < 0.05 * theirs[name].norm().clamp(min=1), name
+    ours, theirs = tmp_path / "int8", tmp_path / "bfloat16"
+    length = fit(replace(config, features=str(finished), out=str(ours)))
+    assert length == pytest.approx(
+        fit(replace(config, features=str(plain), out=str(theirs))), abs=0.1
+    )
+    for mine, other in zip(losses(ours), losses(theirs), strict=True):
+        assert mine == pytest.approx(other, rel=2e-3)
+    expected = weights(theirs, 2)
+    for name, tensor in weights(ours, 2).items():
+        assert (tensor - expected[name]).norm() < 0.05 * expected[name].norm().clamp(min=1), name
+
+
+def test_a_run_says_what_its_features_were_stored_as(finished, tmp_path, caplog):
+    config = TrainConfig(
+        features=str(finished),
+        out=str(tmp_path),
+        max_steps=1,
+        batch_tokens=1000,
+        heldout=HeldoutConfig(share=0.2),
+    )
+    with caplog.at_level(logging.INFO):
+        fit(config)
+    assert "features: int8 (KL " in caplog.text
+    record = json.loads((tmp_path / "steps" / "000001" / "checkpoint.json").read_text())
+    assert record["cache"]["dtype"] == "int8"

@@ -193,7 +193,11 @@ def best_record(run: Path) -> dict | None:
 
 
 def _identity(cache: FeatureCache) -> dict:
-    return {"tokens": cache.manifest["num_tokens"], "sha256": sha256(cache.path / "manifest.json")}
+    return {
+        "tokens": cache.manifest["num_tokens"],
+        "dtype": cache.manifest["feature_dtype"],
+        "sha256": sha256(cache.path / "manifest.json"),
+    }
 
 
 def _flat(settings: dict, prefix: str = "") -> dict[str, object]:

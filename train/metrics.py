@@ -18,6 +18,7 @@ from torch import Tensor
 from data.cache import FeatureCache
 from data.files import write_json
 from data.origin import describe_replies
+from data.quantise import Cost
 from train.acceptance import HeldoutEstimate
 from train.config import TrainConfig
 from train.head import DraftHead
@@ -180,6 +181,10 @@ def describe_run(
         len(heldout_chats),
         len(chats & heldout_chats),
     )
+    cost = ""
+    if cache.calibration is not None:
+        cost = f" ({Cost(**cache.calibration.record['costs']['int8'])})"
+    log.info("features: %s%s", cache.manifest["feature_dtype"], cost)
     log.info("replies: %s", describe_replies(cache.manifest.get("replies"), cache.fingerprint))
     log.info(
         "run: %d optimizer steps of about %d tokens over %d process(es) on %s%s",
