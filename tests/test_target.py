@@ -1,15 +1,11 @@
 """Features, output head and fingerprint of real tiny models of every family."""
 
-import json
-import shutil
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from data.config import TargetConfig
 from data.families import FAMILIES as KNOWN_FAMILIES
@@ -17,12 +13,10 @@ from data.target import (
     Target,
     TargetHead,
     check_output_head,
-    fingerprint,
-    fingerprint_differences,
     load_target,
     read_target_head,
 )
-from tests.tiny import save_tiny_target, tiny_llama_config
+from tests.tiny import save_tiny_target
 
 SIZES = {
     "vocab_size": 259,
@@ -160,46 +154,6 @@ def test_an_unknown_family_is_refused_by_name(tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("form", ["single", "sharded", "bin"])
-def test_the_head_is_read_from_every_form_of_checkpoint(tied, form, tmp_path):
-    folder = tmp_path / "target"
-    shards = {"max_shard_size": "20kB"} if form == "sharded" else {}
-    save_tiny_target(folder, tiny_llama_config(tie_word_embeddings=tied), **shards)
-    if form == "sharded":
-        assert (folder / "model.safetensors.index.json").is_file()
-    if form == "bin":
-        state = load_file(folder / "model.safetensors")
-        torch.save(state, folder / "pytorch_model.bin")
-        (folder / "model.safetensors").unlink()
-
-    target = load(folder)
-    assert_same_head(read(folder), target)
-    assert (target.head.weight is target.head.embed_tokens) == tied
-
-
-def test_a_wrong_tie_flag_is_read_as_the_model_reads_it(tmp_path):
-    """Tied by the config, but the file holds two different matrices: they are not tied."""
-    save_tiny_target(tmp_path, tiny_llama_config(tie_word_embeddings=False))
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-
-    target = load(tmp_path)
-    assert target.head.weight is not target.head.embed_tokens
-    assert_same_head(read(tmp_path), target)
-
-
-def test_a_missing_output_matrix_is_an_error_that_lists_the_names_tried(tmp_path):
-    save_tiny_target(tmp_path, tiny_llama_config(tie_word_embeddings=True))
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-
-    with pytest.raises(ValueError, match=r"no tensor lm_head.weight, language_model.*is False"):
-        read(tmp_path)
-    with pytest.raises(ValueError, match=r"would start at random values: lm_head.weight"):
-        load(tmp_path)
-
-
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no config.json. Expected the folder"):
         read(tmp_path)
@@ -247,58 +201,3 @@ def test_a_head_without_the_scale_of_its_family_is_refused(tmp_path):
     target.head.logit_scale = 1.0
     with pytest.raises(ValueError, match=r"differs from the target's own logits by up to"):
         check_output_head(target, torch.arange(20)[None])
-
-
-def save_tiny_gguf(file: Path) -> dict[str, torch.Tensor]:
-    """A GGUF file with the metadata of a Llama and its two matrices, one of them quantised."""
-    torch.manual_seed(0)
-    matrices = {name: torch.randn(259, 32) for name in ("token_embd.weight", "output.weight")}
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(512)
-    writer.add_embedding_length(32)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(259)
-    for name, kind in zip(matrices, ("Q8_0", "F32"), strict=True):
-        kind = gguf.GGMLQuantizationType[kind]
-        data = gguf.quantize(matrices[name].numpy(), kind)
-        matrices[name] = torch.from_numpy(gguf.dequantize(data, kind))
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return matrices
-
-
-def test_the_head_is_read_from_a_gguf_file(tmp_path):
-    matrices = save_tiny_gguf(tmp_path / "tiny.gguf")
-    head = read(tmp_path / "tiny.gguf")
-    assert torch.equal(head.embed_tokens, matrices["token_embd.weight"])
-    assert torch.equal(head.weight, matrices["output.weight"])
-
-
-def test_the_pair_of_matrices_stays_one_when_moved(target_path):
-    head = read(target_path).to(torch.bfloat16)
-    assert head.weight is head.embed_tokens
-
-
-def test_the_fingerprint_names_what_differs(target_path, tmp_path):
-    ours = fingerprint(TargetConfig(path=str(target_path)))
-    copy = Path(shutil.copytree(target_path, tmp_path / "copy"))
-    assert fingerprint_differences(ours, fingerprint(TargetConfig(path=str(copy)))) == []
-
-    state = load_file(copy / "model.safetensors")
-    state["model.layers.1.self_attn.q_proj.weight"] += 0.01  # as a merged adapter does
-    save_file(state, copy / "model.safetensors", metadata={"format": "pt"})
-    tokenizer = AutoTokenizer.from_pretrained(copy)
-    tokenizer.chat_template += " "
-    tokenizer.save_pretrained(copy)
-
-    differences = fingerprint_differences(ours, fingerprint(TargetConfig(path=str(copy))))
-    assert [line.split(":")[0] for line in differences] == ["weights", "chat_template"]
-    assert "here" in differences[0] and "there" in differences[0]
