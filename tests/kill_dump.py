@@ -29,6 +29,12 @@ def small_dump(target_path: str, chats_path: str, out: Path, **changes) -> DumpC
     return DumpConfig(**{**values, **changes})
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """What every file of a folder holds."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
 def die_at_rename(number: int) -> None:
     replace, counter = Path.replace, itertools.count()
 

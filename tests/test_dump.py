@@ -19,15 +19,10 @@ from data.config import DatasetConfig, TargetConfig
 from data.dump import dump
 from data.plan import cut_shards, readable_size
 from data.shards import cut_batches
-from tests.kill_dump import small_dump
+from tests.kill_dump import contents, small_dump
 from tests.tiny import save_tiny_target, tiny_chats, tiny_llama_config
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
 @pytest.fixture(scope="module")
