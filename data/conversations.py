@@ -24,7 +24,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 from data.config import DatasetConfig
@@ -258,8 +258,9 @@ def _kind(value: Any) -> str:
 
 def _members(record: dict) -> str:
     """The keys of an object, and what they hold."""
-    shown = [f"{_short(key)} ({_kind(value)})" for key, value in record.items()]
-    return ", ".join(shown[:6]) + f" and {len(shown) - 6} more" * (len(shown) > 6) or "no key"
+    shown = [f"{_short(key)} ({_kind(value)})" for key, value in islice(record.items(), 6)]
+    more = len(record) - len(shown)
+    return (", ".join(shown) or "no key") + f" and {more:,} more" * (more > 0)
 
 
 def _short(name: Any) -> str:

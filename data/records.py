@@ -6,6 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from shlex import quote
 from typing import Any, BinaryIO, TextIO
 
 CHUNK = 1 << 20  # characters read at a time
@@ -45,12 +46,12 @@ def read_records(file: BinaryIO, name: str, *, allow_truncated: bool) -> Iterato
     Raises ValueError naming the record where the file is no JSON, or where it is cut off unless
     `allow_truncated`.
     """
-    head = _look(file, name)
-    unpacked = _unpacked(file)
-    text = _text(unpacked)
-    values = _array(text, name) if head.lstrip().startswith("[") else _lines(text, name, head)
     number = 0
     try:
+        head = _look(file, name)
+        unpacked = _unpacked(file)
+        text = _text(unpacked)
+        values = _array(text, name) if head.lstrip().startswith("[") else _lines(text, name, head)
         for value in values:
             number += 1
             yield value
@@ -104,10 +105,13 @@ def _look(file: BinaryIO, name: str) -> str:
     """The first CHUNK characters of the text. Raises ValueError where it is known to be no JSON."""
     _check_kind(_unpacked(file).read(HEAD), name)
     file.seek(0)
-    text = _text(_unpacked(file))
+    unpacked = _unpacked(file)
+    text = _text(unpacked)
     head = text.read(CHUNK)
     text.detach()  # or it would close the file
     file.seek(0)
+    if not head and not (isinstance(unpacked, _Gunzip) and unpacked.is_cut):
+        raise ValueError(f"{name} is empty. Expected {RECORD}.")
     return head
 
 
@@ -119,7 +123,7 @@ def _check_kind(head: bytes, name: str) -> None:
     if head.startswith(UTF16):
         raise ValueError(
             f"{name} is in UTF-16, expected UTF-8. Convert it, for instance with "
-            f"`iconv -f UTF-16 -t UTF-8 {name} > chats.json`."
+            f"`iconv -f UTF-16 -t UTF-8 {quote(name)} > chats.json`."
         )
     if b"\0" in head:
         raise ValueError(f"{name} is a binary file. Expected {RECORD}.")
@@ -135,9 +139,9 @@ def _lines(file: TextIO, name: str, head: str) -> Iterator[Any]:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             where = f"{name}:{line_number} (record {number})"
-            if number > 1 and not line.endswith("\n"):
+            if not line.endswith("\n") and _state(line) == "cut off":
                 raise _TruncatedError(f"{where} is cut off ({error}).") from error
-            if number == 1 and _is_object(head):
+            if number == 1 and head.lstrip()[:1] == "{" and _state(head) != "wrong":
                 raise ValueError(_one_object(name, head, "over several lines")) from error
             raise ValueError(f"{where} is not JSON ({error}). Expected {RECORD}.") from error
         yield record
@@ -145,15 +149,17 @@ def _lines(file: TextIO, name: str, head: str) -> Iterator[Any]:
         raise ValueError(_one_object(name, head, "and nothing else"))
 
 
-def _is_object(head: str) -> bool:
-    """Whether a text begins with an object, which may go on behind it."""
-    window = _Window(io.StringIO(head))
+def _state(text: str) -> str:
+    """Whether a JSON value that begins a text is whole, wrong, or cut off at the text's end."""
+    window = _Window(io.StringIO(text))
+    window.next_char()
     try:
-        return window.next_char() == "{" and bool(window.value() or True)
+        window.value()
     except EOFError:
-        return True
+        return "cut off"
     except (ValueError, RecursionError):
-        return False
+        return "wrong"
+    return "whole"
 
 
 def _one_object(name: str, head: str, how: str) -> str:
@@ -169,9 +175,10 @@ def _one_object(name: str, head: str, how: str) -> str:
     lists = [key for key, start in members.items() if start == "["]
     advice = ""
     if KEYS & members.keys():
-        advice = f" `jq -c . {name} > chats.jsonl` writes each object on one line."
+        advice = f" `jq -c . {quote(name)} > chats.jsonl` writes each object on one line."
     elif lists:
-        advice = f" `jq -c '.{json.dumps(lists[0])}[]' {name} > chats.jsonl` takes the list out."
+        program = quote(f".{json.dumps(lists[0])}[]")
+        advice = f" `jq -c {program} {quote(name)} > chats.jsonl` takes the list out."
     return f"{name} is one JSON object {how}, with {keys}. Expected {RECORD}.{advice}"
 
 

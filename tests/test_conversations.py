@@ -149,6 +149,60 @@ def test_ids_are_unique_and_repeats_keep_the_stem(tmp_path):
     assert [stem(i) for i in ids] == [*"aaaabbb", "record 8", "record 9"]
 
 
+NAMES = {  # id -> what it becomes, and the reason if it is not the given one
+    '"a_0"': ("a_0", None),
+    '" a "': (" a ", None),
+    "7": ("7", None),
+    "-7": ("-7", None),
+    "7.0": ("7", None),
+    "1e3": ("1000", None),
+    "7.5": ("record 1", "id that is a number"),
+    "Infinity": ("record 1", "id that is a number"),
+    "true": ("record 1", "id that is a truth value"),
+    '["a"]': ("record 1", "id that is a list"),
+    '{"a": 1}': ("record 1", "id that is an object"),
+    '" "': ("record 1", "id that is blank"),
+    '""': ("record 1", "no id"),
+    "null": ("record 1", "no id"),
+    "NaN": ("record 1", "no id"),
+}
+
+
+@pytest.mark.parametrize("given", NAMES)
+def test_ids_of_all_kinds_have_a_rule_and_are_counted(tmp_path, given):
+    expected, reason = NAMES[given]
+    text = f'[{{"id": {given}, "conversations": {json.dumps(GOOD)}}}]'
+    [conversation], counts = read(tmp_path / "a.json", text)
+    assert conversation.id == expected
+    assert counts.mended == ({reason: 1} if reason else {})
+
+
+def test_ids_of_all_kinds_may_stand_in_one_file(tmp_path):
+    records = [record(GOOD, json.loads(name)) for name in NAMES]
+    records += [record(GOOD, "7"), {"conversations": GOOD}]
+    conversations, counts = read(tmp_path / "a.json", json.dumps(records))
+    assert len({c.id for c in conversations}) == len(records)
+    assert [c.id for c in conversations if stem(c.id) == "7"] == ["7", "7_~2", "7_~3"]
+    assert counts.mended["no id"] == 4
+    assert counts.mended["repeated id"] == 2
+
+
+def test_a_thousand_speakers_are_not_a_thousand_reasons(tmp_path):
+    chats = [record(turns(("human", "a"), (f"{i} {'name ' * 99}", "b"))) for i in range(1000)]
+    _, counts = read(tmp_path / "a.json", json.dumps([*chats, record(GOOD)]))
+    assert counts.dropped.total() == 1000
+    assert counts.dropped["other reasons"] > 900
+    assert len(counts.summary()) < 10_000
+
+
+def test_record_with_many_keys_is_shown_shortly(tmp_path):
+    wide = {f"key {i}": i for i in range(10_000)}
+    _, counts = read(tmp_path / "a.json", json.dumps([wide, record(GOOD)]))
+    assert "'key 0' (a number)" in counts.summary()
+    assert "and 9,994 more" in counts.summary()
+    assert len(counts.summary()) < 1000
+
+
 LAYOUTS = {
     "array": lambda chats: json.dumps(chats),
     "indented array": lambda chats: json.dumps(chats, indent=4),
@@ -208,7 +262,7 @@ def test_cut_off_file_is_an_error_that_names_the_record_or_gives_what_is_whole(t
         ('[{"a": 1}]\n[{"b": 2}]', r"a\.json ends after 1 records, but '\[' follows"),
         ('{"a": 1}\n{"b": \n', r"a\.json:2 \(record 2\) is not JSON"),
         ("id,text\n1,hello\n", r"a\.json:1 \(record 1\) is not JSON.*Expected a JSON array"),
-        ("", r"a\.json holds no records"),
+        ("\n", r"a\.json holds no records"),
         ("[]", r"a\.json holds no records"),
     ],
 )
