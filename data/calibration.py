@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 from torch import Tensor
+from tqdm import tqdm
 
 from data.cache import calibration_path, calibration_record, shard_record
 from data.files import atomic_write, write_json, writing
@@ -44,8 +45,8 @@ def ensure_calibration(out: Path, plan: Plan, tokens: Tokens, target: Callable[[
     record = calibration_record(out)
     content = None
     if record is None:
-        tensors, record = calibrate(target(), plan, tokens)
-        content = save(tensors)
+        channel_scale, record = calibrate(target(), plan, tokens)
+        content = save({"channel_scale": channel_scale})
         record = {"sha256": hashlib.sha256(content).hexdigest(), **record}
     _check_shards(out, plan, record["sha256"])
     if content is not None:
@@ -56,19 +57,14 @@ def ensure_calibration(out: Path, plan: Plan, tokens: Tokens, target: Callable[[
     _report(plan, record)
 
 
-def calibrate(
-    target: Target, plan: Plan, tokens: Tokens
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Compute the channels' scales on some sequences, and their cost on others.
+def calibrate(target: Target, plan: Plan, tokens: Tokens) -> tuple[Tensor, dict[str, Any]]:
+    """Compute the channels' scales on some sequences, and what they cost on others.
 
-    returns  channel_scale [H] float32 on the CPU; the record, without the checksum
+    returns  channel_scale [H] float32, on the CPU; the record but for its checksum
     """
     measured_on, heldout = calibration_sequences(tokens.lengths)
     sample = _starts(tokens, measured_on + heldout)
     sequence_ids = [plan.sequence_ids[index] for index in measured_on + heldout]
-    log.info(
-        "int8: calibrating on %d tokens of %d sequences", len(sample.input_ids), len(sequence_ids)
-    )
     features = _features(target, plan, sample, sequence_ids)
     count = int(sample.offsets[len(measured_on)])
     if not heldout:  # a single sequence: its last third
@@ -86,7 +82,7 @@ def calibrate(
         "heldout_tokens": len(features) - count,
         "costs": {name: asdict(cost) for name, cost in costs.items()},
     }
-    return {"channel_scale": channel_scale.cpu()}, record
+    return channel_scale.cpu(), record
 
 
 def calibration_sequences(lengths: Tensor) -> tuple[list[int], list[int]]:
@@ -121,9 +117,11 @@ def storage_costs(
     ways:     what each way of storing makes of a block of rows, [R, H] -> [R, H]
     """
     totals = {name: torch.zeros(3, dtype=torch.float64, device=features.device) for name in ways}
+    power = torch.zeros((), dtype=torch.float64, device=features.device)
     for rows in features.split(max(1, LOGIT_BYTES // (4 * len(head.weight)))):
         log_probs = head.logits(rows).log_softmax(-1)  # [R, V]
         probs, argmax = log_probs.exp(), log_probs.argmax(-1)
+        power += rows.double().square().sum()
         for name, way in ways.items():
             stored = way(rows)
             stored_log_probs = head.logits(stored).log_softmax(-1)
@@ -132,7 +130,6 @@ def storage_costs(
             kl = (probs * (log_probs - stored_log_probs)).sum(-1).double().sum()
             error = (stored.double() - rows.double()).square().sum()
             totals[name] += torch.stack([kl, flips.double(), error])
-    power = features.double().square().sum()
     return {name: _cost(total, power, len(features)) for name, total in totals.items()}
 
 
@@ -159,7 +156,8 @@ def _features(target: Target, plan: Plan, sample: Tokens, sequence_ids: list[str
     shape = len(sample.input_ids), plan.hidden_size
     features = torch.empty(shape, dtype=target.dtype, device=target.device)
     batches = cut_batches(sample.lengths.tolist(), plan.settings["batch_tokens"])
-    for places, hidden in features_of(target, sample, batches):
+    shown = tqdm(batches, desc="calibrate int8", unit=" batches", delay=1)
+    for places, hidden in features_of(target, sample, shown):
         features[places.to(target.device)] = hidden
     largest = features.abs().amax(dim=1)
     check_finite(largest, sequence_ids, sample.offsets, dtype=target.dtype)

@@ -1,8 +1,8 @@
 """Features as int8: `f ≈ q * channel_scale * token_scale`, with q from -127 to 127.
 
-A few channels of a feature are ten times as loud as the others, so one scale a token alone spends
-nearly all of its 255 steps on them. The scale a channel is measured once and shared by the whole
-cache; the scale a token then fits the row.
+A few channels of a feature are up to twenty times as loud as most, and would get nearly all of the
+255 steps if each token had one scale and no more. The channels' scales are measured once, for the
+whole cache; a token's scale then fits its own row.
 
 A channel's scale is its root mean square to the power 0.75. Chosen by the KL divergence between the
 distributions that SmolLM2-135M's output head makes of a feature and of its stored form, on 4,096
@@ -53,7 +53,8 @@ def channel_scales(features: Tensor) -> Tensor:
     features: [N, H]  finite
     returns   [H]     float32; the smallest is 1, so that dividing by them overflows nowhere
     """
-    scales = features.double().square().mean(dim=0).pow(POWER / 2)
+    parts = [rows.double().square().sum(dim=0) for rows in features.split(1024)]
+    scales = (torch.stack(parts).sum(dim=0) / len(features)).pow(POWER / 2)
     heard = scales[scales > 0]
     if not len(heard):
         return torch.ones(len(scales), dtype=torch.float32, device=features.device)
