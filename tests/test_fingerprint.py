@@ -10,8 +10,7 @@ from transformers import AutoTokenizer
 
 from data.config import TargetConfig
 from data.target import fingerprint, fingerprint_differences
-from tests.test_target_head import save_tiny_gguf
-from tests.tiny import save_tiny_target
+from tests.gguf_files import save_gguf
 
 COMPRESSED = {
     "quant_method": "compressed-tensors",
@@ -73,11 +72,8 @@ def test_the_fingerprint_says_how_the_weights_are_quantised(settings, words, cop
     assert read(copy)["quantization"] == words
 
 
-def test_the_fingerprint_says_how_a_gguf_file_is_quantised(tmp_path):
-    save_tiny_gguf(tmp_path / "tiny.gguf", "Q8_0", "Q8_0")
-    save_tiny_target(tmp_path)  # its tokenizer
-    (tmp_path / "model.safetensors").unlink()
-    assert read(tmp_path / "tiny.gguf")["quantization"] == "gguf Q8_0"
+def test_the_fingerprint_says_how_a_gguf_file_is_quantised(target_path, tmp_path):
+    assert read(save_gguf(target_path, tmp_path / "a.gguf", "Q8_0"))["quantization"] == "gguf Q8_0"
 
 
 def test_a_quantised_copy_is_told_from_the_whole_one_in_words_and_first(target_path, copy):

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +12,7 @@ from data.cache import FeatureCache
 from data.config import DatasetConfig, DumpConfig, TargetConfig
 from data.dump import dump
 from data.target import check_output_head, fingerprint_differences
+from tests.gguf_files import save_gguf
 from tests.test_target import assert_same_head, load, read
 from tests.tiny import save_tiny_target, tiny_llama_config, tiny_tokenizer
 
@@ -57,37 +57,26 @@ def test_a_missing_output_matrix_is_an_error_that_lists_the_names_tried(tmp_path
         load(tmp_path)
 
 
-def save_tiny_gguf(file: Path, *kinds: str) -> dict[str, torch.Tensor]:
-    """A GGUF file with the metadata of a Llama and its two matrices, stored as `kinds`."""
-    torch.manual_seed(0)
-    matrices = {name: torch.randn(259, 32) for name in ("token_embd.weight", "output.weight")}
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(512)
-    writer.add_embedding_length(32)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(259)
-    for name, kind in zip(matrices, kinds, strict=True):
-        kind = gguf.GGMLQuantizationType[kind]
-        data = gguf.quantize(matrices[name].numpy(), kind)
-        matrices[name] = torch.from_numpy(gguf.dequantize(data, kind))
-        writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return matrices
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gguf_file_is_the_target_that_it_was_made_from(tied, tmp_path):
+    whole = save_tiny_target(tmp_path / "whole", tiny_llama_config(tie_word_embeddings=tied))
+    file = save_gguf(whole, tmp_path / "tiny.gguf", "F32")
+    target, original = load(file), load(whole)
+    input_ids = torch.arange(40).reshape(2, 20)
+
+    assert torch.equal(target.features(input_ids), original.features(input_ids))
+    assert_same_head(read(file), target)
+    assert torch.equal(read(file).weight, original.head.weight)
+    text = "What? <|im_start|> Ü"
+    assert target.tokenizer.encode(text) == original.tokenizer.encode(text)
 
 
-def test_the_head_is_read_from_a_gguf_file(tmp_path):
-    matrices = save_tiny_gguf(tmp_path / "tiny.gguf", "Q8_0", "F32")
-    head = read(tmp_path / "tiny.gguf")
-    assert torch.equal(head.embed_tokens, matrices["token_embd.weight"])
-    assert torch.equal(head.weight, matrices["output.weight"])
+def test_a_quantised_gguf_file_is_dequantised_alike_for_dump_and_training(target_path, tmp_path):
+    file = save_gguf(target_path, tmp_path / "tiny.gguf", "Q8_0")
+    target = load(file)
+    check_output_head(target, torch.arange(40).reshape(2, 20))
+    assert_same_head(read(file), target)
+    assert not torch.equal(read(file).weight, read(target_path).weight)
 
 
 def test_the_pair_of_matrices_stays_one_when_moved(target_path):
