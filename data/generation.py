@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from data.config import RegenerateConfig
-from data.replies import MIN_ROOM, NO_ROOM, Advance, Answer, Chat, reply_seed
+from data.replies import MIN_ROOM, NO_ROOM, Advance, Answer, Chat, end_token, reply_seed
 from data.reply_log import ReplyLog
 from data.target import Target
 
@@ -28,10 +28,19 @@ def answer_here(
     config: RegenerateConfig,
     advance: Advance,
 ) -> None:
-    """Write the replies of all chats into the log, batch by batch."""
+    """Write the replies of all chats into the log, batch by batch.
+
+    Raises ValueError if the target does not stop where its template ends a reply.
+    """
     default = BATCH_TOKENS["cpu" if target.device.type == "cpu" else "accelerator"]
     batch_tokens = default if config.batch_tokens is None else config.batch_tokens
     stops = stop_ids(target)
+    if (end := end_token(target.tokenizer)) not in stops:
+        raise ValueError(
+            f"The chat template ends a reply with {target.tokenizer.decode([end])!r}, but the "
+            f"target stops at {target.tokenizer.decode(sorted(stops))!r} only, and so do servers. "
+            f"Add {end} to eos_token_id in the target's generation_config.json."
+        )
     pool: list[Chat] = []
     while pool := [*pool, *islice(chats, POOL - len(pool))]:
         batch = next_batch(pool, max_length=config.max_length, batch_tokens=batch_tokens)
@@ -183,7 +192,7 @@ def sample(logits: Tensor, draws: Tensor, *, temperature: float, top_p: float) -
     draws:   [B]    uniform in [0, 1): the same draw gives the same token, whatever the batch
     returns  [B]
     """
-    probs, tokens = (logits / temperature).softmax(-1).sort(-1, descending=True, stable=True)
+    probs, tokens = (logits / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     before = probs.cumsum(-1) - probs
     mass = torch.where(before < top_p, probs, 0.0).cumsum(-1)  # [B, V]
     # 1 - draw lies in (0, 1], so that the place is always that of a token with some mass.

@@ -17,15 +17,14 @@ from typing import Any
 from tqdm import tqdm
 
 from data.config import RegenerateConfig
-from data.conversations import Conversation, Counts, Turn, read_conversations
+from data.conversations import Counts, read_conversations
 from data.files import sha256
 from data.generation import answer_here
 from data.lock import locked
 from data.origin import FORMAT_VERSION, origin_path, read_origin, write_origin
 from data.plan import dataset_settings, settings_differences
 from data.processes import stoppable
-from data.rendering import render
-from data.replies import Chat, Reply
+from data.replies import Chat, Reply, end_token
 from data.reply_file import write_chats
 from data.reply_log import ReplyLog
 from data.target import (
@@ -103,8 +102,7 @@ def _check(config: RegenerateConfig, tokenizer: Any) -> None:
             f"max_length is {config.max_length}, but the target knows {positions} positions "
             f"(max_position_embeddings). Set max_length={positions} or less."
         )
-    # A template whose replies are not what a server generates is refused here, not at the end.
-    render(tokenizer, Conversation("", (Turn("user", "a"), Turn("assistant", "b"))), max_length=512)
+    end_token(tokenizer)
 
 
 def _identity(config: RegenerateConfig) -> dict[str, Any]:

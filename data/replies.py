@@ -15,14 +15,14 @@ takes them out of earlier turns gives them back in the reply's own sequence is w
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from data.conversations import Conversation, Turn
 from data.prompts import prompt_ids
 from data.rendering import TokenSequence, render
-from data.template import fold_system, takes_system
+from data.template import chat_text, fold_system, takes_system
 
 LONG = "reply longer than max_new_tokens"
 NO_ROOM = "reply that max_length leaves no room for"
@@ -80,8 +80,7 @@ class Chat:
     @property
     def messages(self) -> list[dict[str, str]]:
         """What a server is sent."""
-        turns = self.turns if takes_system(self._tokenizer) else fold_system(self.turns)
-        return [{"role": turn.role, "content": turn.text} for turn in turns]
+        return [{"role": t.role, "content": t.text} for t in self._folded(self.turns)]
 
     @property
     def room(self) -> int:
@@ -95,15 +94,18 @@ class Chat:
 
     def judge(self, answer: Answer) -> Reply:
         """What is to be kept of the answer."""
-        problem = answer.problem
+        problem, text = answer.problem, ""
         if not problem and not answer.text.strip():
             problem = BLANK
-        if not problem and not self._reproduces(answer):
-            problem = NOT_REPRODUCED
-        text = "" if problem else answer.text
-        known = answer.ids is not None
-        tokens = len(answer.ids) if known else answer.tokens
-        return Reply(self.id, self.number, text, tokens, known and not problem, problem)
+        if not problem:
+            # Where the template writes the space before a reply, the reply must not bring its own.
+            texts = (answer.text, answer.text.removeprefix(" "), answer.text.strip())
+            shown = (text for text in dict.fromkeys(texts) if self._reproduces(text, answer))
+            text = next(shown, "")
+            problem = None if text else NOT_REPRODUCED
+        tokens = answer.tokens if answer.ids is None else len(answer.ids)
+        is_checked = answer.ids is not None and problem is None
+        return Reply(self.id, self.number, text, tokens, is_checked, problem)
 
     def go_on(self, reply: Reply) -> int:
         """Take the reply to the last user turn. Returns how many replies fewer are to come."""
@@ -121,19 +123,27 @@ class Chat:
         self.turns.append(self._waiting.pop())
         self.prompt = prompt_ids(self._tokenizer, self.messages)
 
-    def _reproduces(self, answer: Answer) -> bool:
-        """Whether the dump would show the answer as it was generated, after the same prompt."""
-        if "\0" in answer.text:  # the reader removes it
+    def _reproduces(self, text: str, answer: Answer) -> bool:
+        """Whether the dump of `text` is the prompt and what was generated after it."""
+        turns = [*self.turns, Turn("assistant", text)]
+        if "\0" in text:  # the reader removes it
             return False
-        before = self._sequences(self.turns[:-1])
-        after = self._sequences([*self.turns, Turn("assistant", answer.text)])
-        supervised = list(replies_in(after))
+        if answer.ids is None:
+            prompt = chat_text(self._tokenizer, self._folded(self.turns), generation_prompt=True)
+            shown = chat_text(self._tokenizer, self._folded(turns))
+            if not shown.startswith(prompt + answer.text):
+                return False
+        before, after = self._sequences(self.turns[:-1]), self._sequences(turns)
+        *earlier, last = replies_in(after) if after else [[]]
+        shown_ids = after[-1].input_ids[: len(self.prompt) + len(last)] if after else []
         return (
-            bool(supervised)
-            and supervised[:-1] == list(replies_in(before))
-            and supervised[-1] == (answer.ids if answer.ids is not None else supervised[-1])
-            and after[-1].input_ids[: len(self.prompt)] == self.prompt
+            earlier == list(replies_in(before))
+            and answer.ids in (None, last)
+            and shown_ids == self.prompt + last
         )
+
+    def _folded(self, turns: Sequence[Turn]) -> Sequence[Turn]:
+        return turns if takes_system(self._tokenizer) else fold_system(turns)
 
     def _sequences(self, turns: list[Turn]) -> list[TokenSequence]:
         if not any(turn.role == "assistant" for turn in turns):
@@ -154,6 +164,26 @@ def replies_in(sequences: list[TokenSequence]) -> Iterator[list[int]]:
                 reply = []
         if reply:
             yield reply
+
+
+def end_token(tokenizer: Any) -> int:
+    """What ends a reply in the target's template.
+
+    Raises ValueError for a template that would not give back any reply as it was generated.
+    """
+    turns = (Turn("user", "Hello"), Turn("assistant", "Yes."))
+    conversation = Conversation("", turns)
+    chat = Chat(conversation, tokenizer, max_new_tokens=512, max_length=4096)
+    ids = next(replies_in(render(tokenizer, conversation, max_length=4096)), [])
+    text = tokenizer.decode(ids[:-1], clean_up_tokenization_spaces=False)
+    if chat.judge(Answer(text, ids)).problem:
+        raise ValueError(
+            f"The chat template of {tokenizer.name_or_path!r} does not give a reply back as it "
+            f"was generated: {chat_text(tokenizer, turns)!r} must hold the tokens of the prompt "
+            f"{chat_text(tokenizer, turns[:1], generation_prompt=True)!r}, then those of the reply "
+            "'Yes.' and one token that ends it. No reply could be used."
+        )
+    return ids[-1]
 
 
 def reply_seed(seed: int, name: str, number: int) -> int:
