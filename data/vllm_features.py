@@ -102,13 +102,13 @@ def load_vllm_target(config: TargetConfig, *, max_length: int, batch_tokens: int
     Raises RuntimeError if vLLM is not installed or does not start, and ValueError for a target that
     it gives no hidden states of.
     """
-    require_vllm()
     location = locate(config)
     if location.gguf_file:
         raise ValueError(
             f"target.engine=vllm reads folders and hub ids, but {config.path} is a GGUF file. Use "
             "target.engine=transformers, or the folder that the file was made from."
         )
+    require_vllm()
     loaded = load_config(config)
     dtype = target_dtype(config, loaded)
     on_cpu = not torch.cuda.is_available()

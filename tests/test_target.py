@@ -1,130 +1,20 @@
-"""Features, output head and fingerprint of real tiny models of every family."""
+"""Features of a target wherever its parts lie, and what is refused."""
 
-from pathlib import Path
+import types
 
+import accelerate
+import psutil
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
 from data.config import TargetConfig
-from data.families import FAMILIES as KNOWN_FAMILIES
-from data.target import (
-    Target,
-    TargetHead,
-    check_output_head,
-    load_target,
-    read_target_head,
-)
+from data.target import Target, check_launch, check_output_head, load_target
+from data.vllm_features import load_vllm_target
+from tests.gguf_files import save_gguf
+from tests.targets import assert_same_head, family_config, load, read
 from tests.tiny import save_tiny_target
-
-SIZES = {
-    "vocab_size": 259,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 2,
-}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-# model_type -> what differs from SIZES; scales and caps strong enough to move every logit
-FAMILIES: dict[str, dict] = {
-    "apertus": {},
-    "cohere": {"logit_scale": 0.0625},
-    "cohere2": {"logit_scale": 0.0625, "sliding_window": 8},
-    "ernie4_5": {},
-    "exaone4": {"sliding_window": 8},
-    "gemma": {},
-    "gemma2": {"final_logit_softcapping": 1.5, "attn_logit_softcapping": 0.5, "sliding_window": 8},
-    "gemma3_text": {"sliding_window": 8},
-    "glm4": {},
-    "glm4_moe": {"n_routed_experts": 4, **EXPERTS},
-    "gpt_oss": {"num_local_experts": 4, "sliding_window": 8, **EXPERTS},
-    "granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0},
-    "llama": {},
-    "mistral": {"sliding_window": 8},
-    "mixtral": {"num_local_experts": 4, **EXPERTS},
-    "olmo2": {},
-    "olmo3": {"sliding_window": 8},
-    "phi3": {},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS},
-    "qwen3": {},
-    "qwen3_moe": {"num_experts": 4, **EXPERTS},
-    "seed_oss": {},
-    "smollm3": {},
-}
-
-
-def family_config(model_type: str) -> PretrainedConfig:
-    return AutoConfig.for_model(model_type, **{**SIZES, **FAMILIES[model_type]})
-
-
-def wrapped_config(model_type: str) -> PretrainedConfig:
-    """An image-text model, of which only the text part is used."""
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    text = {**SIZES, "sliding_window": 8}
-    if model_type == "mistral3":
-        text["model_type"] = "mistral"
-    return AutoConfig.for_model(model_type, text_config=text, vision_config=vision)
-
-
-def load(folder: Path, **settings) -> Target:
-    return load_target(TargetConfig(path=str(folder), device="cpu", **settings))
-
-
-def read(folder: Path, **settings) -> TargetHead:
-    return read_target_head(TargetConfig(path=str(folder), device="cpu", **settings))
-
-
-def assert_same_head(head: TargetHead, target: Target) -> None:
-    assert torch.equal(head.embed_tokens, target.model.get_input_embeddings().weight)
-    assert torch.equal(head.weight, target.model.get_output_embeddings().weight)
-    assert (head.weight is head.embed_tokens) == (target.head.weight is target.head.embed_tokens)
-    assert (head.logit_scale, head.soft_cap) == (target.head.logit_scale, target.head.soft_cap)
-
-
-def test_no_family_is_untested():
-    assert FAMILIES.keys() == KNOWN_FAMILIES.keys()
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_features_and_head_give_the_own_logits_of_every_family(model_type, tmp_path):
-    target = load(save_tiny_target(tmp_path, family_config(model_type)))
-    input_ids = torch.randint(0, 259, (3, 24), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        theirs = target.model(input_ids=input_ids).logits
-
-    check_output_head(target, input_ids)
-    assert_close(target.head.logits(target.features(input_ids)), theirs.float())
-    assert_same_head(read(tmp_path), target)
-    assert not any(p.requires_grad for p in target.model.parameters())
-    assert not list(read(tmp_path).parameters())
-
-
-@pytest.mark.parametrize("model_type", ["gemma3", "mistral3"])
-def test_the_text_part_of_an_image_text_model_is_a_target(model_type, tmp_path):
-    target = load(save_tiny_target(tmp_path, wrapped_config(model_type)))
-    input_ids = torch.arange(20)[None] + 3
-    with torch.no_grad():
-        theirs = target.model(input_ids=input_ids).logits
-
-    assert_close(target.head.logits(target.features(input_ids)), theirs.float())
-    assert_same_head(read(tmp_path), target)
-    assert len(target.fingerprint["weights"]) == 16
 
 
 def test_the_attention_cap_of_gemma2_is_in_the_features(tmp_path):
@@ -136,22 +26,6 @@ def test_the_attention_cap_of_gemma2_is_in_the_features(tmp_path):
         expected = exact(input_ids=input_ids).last_hidden_state
 
     assert_close(load(folder).features(input_ids), expected)
-
-
-def test_padding_on_the_right_changes_no_feature(target_path):
-    target = load(target_path)
-    row = torch.arange(3, 20)
-    padded = torch.zeros(2, 30, dtype=torch.int64)
-    padded[0, :17], padded[1] = row, torch.arange(30)
-
-    assert_close(target.features(padded)[0, :17], target.features(row[None])[0])
-
-
-def test_an_unknown_family_is_refused_by_name(tmp_path):
-    config = AutoConfig.for_model("gpt2", vocab_size=259, n_embd=8, n_layer=1, n_head=2)
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"is a gpt2 model.*Tested families: apertus, cohere, "):
-        load(tmp_path)
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
@@ -201,3 +75,94 @@ def test_a_head_without_the_scale_of_its_family_is_refused(tmp_path):
     target.head.logit_scale = 1.0
     with pytest.raises(ValueError, match=r"differs from the target's own logits by up to"):
         check_output_head(target, torch.arange(20)[None])
+
+
+class NamesTheLikeliest(Target):
+    """A target that names the logits of a few tokens only, as an engine does."""
+
+    def own_logits(self, input_ids):
+        _, logits = super().own_logits(input_ids)
+        best = logits.topk(20)
+        return best.indices, best.values
+
+
+@pytest.mark.parametrize("damage", ["none", "scale", "permuted", "unnamed"])
+def test_the_check_works_on_the_likeliest_tokens_alone(damage, target_path):
+    target = NamesTheLikeliest(**vars(load(target_path)))
+    input_ids = torch.arange(20)[None]
+    matrix = target.head.embed_tokens.clone()
+    if damage == "scale":
+        target.head.logit_scale = 1.1
+    if damage == "permuted":
+        target.head.embed_tokens = matrix.roll(1, dims=0)
+    if damage == "unnamed":  # one token, likely in our eyes, that the target does not name
+        tokens, _ = target.own_logits(input_ids)
+        unnamed = next(token for token in range(259) if token not in tokens)
+        matrix[unnamed] = 100 * target.features(input_ids)[0, 0]
+        target.head.embed_tokens = matrix
+    if damage == "none":
+        check_output_head(target, input_ids)
+        return
+    with pytest.raises(ValueError, match=r"differs from the target's own logits by up to"):
+        check_output_head(target, input_ids)
+
+
+@pytest.mark.parametrize("device_map", ["auto", "balanced", "sequential"])
+def test_a_spread_target_gives_the_same_features(device_map, target_path):
+    spread = load_target(TargetConfig(path=str(target_path), device_map=device_map))
+    input_ids = torch.arange(40).reshape(2, 20)
+    whole = load_target(TargetConfig(path=str(target_path)))
+    assert_close(spread.features(input_ids), whole.features(input_ids))
+    check_output_head(spread, input_ids)
+    assert spread.features(input_ids).device == spread.device == spread.head.weight.device
+
+
+def test_a_target_whose_parts_wait_in_memory_gives_the_same_features(target_path):
+    """As Accelerate leaves what does not fit into the GPUs: without weights between forwards."""
+    whole = load(target_path)
+    model = AutoModelForCausalLM.from_pretrained(target_path).eval()
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    target = Target(**{**vars(whole), "model": model, "head": read(target_path)})
+    input_ids = torch.arange(40).reshape(2, 20)
+    assert model.get_output_embeddings().weight.is_meta
+    assert_close(target.features(input_ids), whole.features(input_ids))
+    check_output_head(target, input_ids)
+
+
+def test_a_target_that_would_run_from_the_disk_is_refused(target_path, monkeypatch):
+    memory = types.SimpleNamespace(available=60_000, total=60_000)  # bytes; the target has 80,000
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    with pytest.raises(ValueError, match=r"does not fit into the memory .*on disk\), and its wei"):
+        load_target(TargetConfig(path=str(target_path), device_map="auto"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device_map": "auto", "device": "cuda:1"}, "device_map chooses the devices itself"),
+        ({"engine": "vllm", "device": "cpu"}, "engine=vllm chooses the devices itself"),
+        ({"engine": "vllm", "device_map": "auto"}, "with engine=vllm give target.tensor_parallel"),
+        ({"tensor_parallel": 2}, "tensor_parallel=2 needs target.engine=vllm"),
+        ({"engine": "vllm", "tensor_parallel": 0}, "tensor_parallel is 0, expected 1 or more"),
+        ({"device_map": "disk"}, "expected one of null, auto, balanced, sequential"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TargetConfig(path="target", **settings)
+
+
+@pytest.mark.parametrize("settings", [{"device_map": "auto"}, {"engine": "vllm"}])
+def test_a_spread_target_wants_one_process(settings):
+    config = TargetConfig(path="target", **settings)
+    check_launch(config, 1)
+    check_launch(TargetConfig(path="target"), 8)
+    with pytest.raises(ValueError, match=r"but 2 processes were launched.*Start one process"):
+        check_launch(config, 2)
+
+
+def test_vllm_refuses_a_gguf_file(target_path, tmp_path):
+    file = save_gguf(target_path, tmp_path / "tiny.gguf", "F32")
+    config = TargetConfig(path=str(file), engine="vllm")
+    with pytest.raises(ValueError, match=r"is a GGUF file. Use target.engine=transformers"):
+        load_vllm_target(config, max_length=10, batch_tokens=10)

@@ -13,7 +13,7 @@ from data.config import DatasetConfig, DumpConfig, TargetConfig
 from data.dump import dump
 from data.target import check_output_head, fingerprint_differences
 from tests.gguf_files import save_gguf
-from tests.test_target import assert_same_head, load, read
+from tests.targets import assert_same_head, load, read
 from tests.tiny import save_tiny_target, tiny_llama_config, tiny_tokenizer
 
 
