@@ -124,8 +124,7 @@ def prepare_dump(config: DumpConfig, out: Path) -> tuple[Plan, Tokens]:
         (out / "manifest.json").unlink()
     check_space(out, plan, done=sum(record["bytes"] for record in records if record))
     if is_new and not config.dry_run:
-        with writing(out / "plan.json"):
-            write_plan(out, plan, tokens)
+        write_plan(out, plan, tokens)
     return plan, tokens
 
 

@@ -28,9 +28,9 @@ def writing(path: Path, *, also_reads: bool = False) -> Iterator[None]:
         if also_reads and getattr(error, "errno", None) not in CANNOT_WRITE:
             raise
         raise RuntimeError(
-            f"Cannot write {path}: {error}. What was written before is whole: mend it (free space, "
-            "quota, permissions; is the folder still there?) and run the same command again. It "
-            "goes on from there."
+            f"Cannot write {path}: {error}. Look at free space, quota, permissions, and whether the "
+            "folder is still there; then run the same command again. What was written before is "
+            "whole, and it goes on from there."
         ) from error
 
 

@@ -16,7 +16,7 @@ import torch
 
 from data.cache import FORMAT_VERSION, REPAIR, check_version
 from data.config import DatasetConfig, DumpConfig
-from data.files import json_bytes, read_json, sha256, write_json
+from data.files import json_bytes, read_json, sha256, write_json, writing
 from data.origin import replies_of
 from data.plausible import check_plausible
 from data.sources import source_digest
@@ -199,9 +199,11 @@ def _check_tokens(tokens: Tokens, text_config: Any, *, engine: str) -> None:
 
 def write_plan(out: Path, plan: Plan, tokens: Tokens) -> Plan:
     """Write the tokens, then the plan that makes them valid."""
-    checksum = save_tokens(out / "tokens.safetensors", tokens)
+    with writing(out / "tokens.safetensors"):
+        checksum = save_tokens(out / "tokens.safetensors", tokens)
     plan = Plan(**{**vars(plan), "tokens_sha256": checksum})
-    write_json(out / "plan.json", {**vars(plan), "sha256": _checksum(vars(plan))})
+    with writing(out / "plan.json"):
+        write_json(out / "plan.json", {**vars(plan), "sha256": _checksum(vars(plan))})
     return plan
 
 
