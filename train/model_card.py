@@ -105,10 +105,13 @@ def _acceptance(measured: dict[str, Any] | None) -> str:
     if not measured:
         return "Not measured: the run kept no conversations out of training."
     steps = " ".join(f"α_{n} = {rate:.3f}" for n, rate in enumerate(measured["alpha"], start=1))
+    between = measured.get("interval")
+    interval = f" [{between[0]:.2f}, {between[1]:.2f}]" if between else ""
     return (
-        f"**τ = {measured['acceptance_length']:.2f}** tokens per target forward, greedy chain of "
-        f"{len(measured['alpha'])}; {steps}.\n\n"
-        "Estimated on conversations held out of training. α_n is the share of tried draft tokens n "
+        f"**τ = {measured['acceptance_length']:.2f}**{interval} tokens per target forward, greedy "
+        f"chain of {len(measured['alpha'])}; {steps}.\n\n"
+        "Estimated on conversations held out of training, with a 95 % confidence interval where "
+        "they are several. α_n is the share of tried draft tokens n "
         "that equal the target's own greedy token, given that draft tokens 1 … n-1 did; "
         "τ = 1 + Σ_n Π_{i≤n} α_i, the bonus token included, as the engines count. (The papers "
         "count the bonus token as an always accepted first draft token.)"
