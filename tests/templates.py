@@ -2,7 +2,16 @@
 
 import json
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 BOS, EOS, END = "<s>", "</s>", "<|end|>"
@@ -22,6 +31,13 @@ TEMPLATES = {
         "{% generation %}{{ m.content + '<|end|>' }}{% endgeneration %}{% else %}"
         "{{ m.content + '<|end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    ),
+    "qwen25": (  # a default system turn, another than SmolLM2's way to write it
+        "{% if messages[0].role == 'system' %}{{ '<|start|>system\n' + messages[0].content }}"
+        "{% else %}{{ '<|start|>system\nBe kind.' }}{% endif %}{{ '<|end|>\n' }}"
+        "{% for m in messages %}{% if m.role != 'system' or not loop.first %}"
+        "{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>' + '\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
     ),
     "llama2": (
         "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}"
@@ -43,6 +59,14 @@ TEMPLATES = {
         "{{ m.content + eos_token }}{% else %}{{ raise_exception('Only user and assistant') }}"
         "{% endif %}{% endfor %}"
     ),
+    "mistral_v3": (  # the system turn goes before the last user's, if nothing follows that
+        "{{ bos_token }}{% if messages[0].role == 'system' %}"
+        "{% set system = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
+        "{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
+        "{% for m in rest %}{% if m.role == 'user' %}"
+        "{{ '[INST] ' + (system if loop.last else '') + m.content + '[/INST]' }}"
+        "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
+    ),
     "gemma": (
         "{{ bos_token }}{% if messages[0].role == 'system' %}"
         "{{ raise_exception('System role not supported') }}{% endif %}{% for m in messages %}"
@@ -50,10 +74,23 @@ TEMPLATES = {
         "{{ '<|start|>' + role + '\n' + m.content | trim + '<|end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|start|>model\n' }}{% endif %}"
     ),
+    "gemma3": (  # the system turn is a part of the first user's
+        "{{ bos_token }}{% if messages[0].role == 'system' %}"
+        "{% set prefix = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
+        "{% else %}{% set prefix = '' %}{% set rest = messages %}{% endif %}{% for m in rest %}"
+        "{% set role = 'model' if m.role == 'assistant' else m.role %}"
+        "{{ '<|start|>' + role + '\n' + (prefix if loop.first else '') }}"
+        "{{ m.content | trim + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>model\n' }}{% endif %}"
+    ),
     "phi3": (
         "{% for m in messages %}{% if m.role != 'system' %}"  # leaves a system turn out
         "{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+    ),
+    "phi4": (
+        "{% for m in messages %}{{ '<|start|>' + m.role + '<|header|>' + m.content + '<|end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|header|>{% endif %}"
     ),
     "vicuna": (
         "{% for m in messages %}{% if m.role == 'system' %}{{ m.content + ' ' }}"
@@ -66,6 +103,16 @@ TEMPLATES = {
         "{% endfor %}"
     ),
 }
+# Always a system turn, which holds dates.
+LLAMA31 = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}"
+    "{% set system = messages[0].content | trim %}{% set rest = messages[1:] %}"
+    "{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
+    "{{ '<|start|>system<|header|>\n\nCutting Knowledge Date: December 2023\n' }}"
+    "{{ 'Today Date: 26 Jul 2024\n\n' + system + '<|end|>' }}{% for m in rest %}"
+    "{{ '<|start|>' + m.role + '<|header|>\n\n' + m.content | trim + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|header|>\n\n' }}{% endif %}"
+)
 # Qwen3: thoughts are taken out of earlier replies, and put in empty before the last one.
 THINKING = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
@@ -107,10 +154,13 @@ def byte_level(
     trim_offsets: bool = False,
     rstrip: bool = False,
     special: bool = True,
+    normalize: bool = False,
 ):
     """GPT-2's kind. Llama 3 trims its offsets; Phi 3's markers swallow the space after them; some
-    of Cohere's are added tokens that are not special."""
+    of Cohere's are added tokens that are not special; Qwen composes characters (NFC)."""
     tokenizer = Tokenizer(models.BPE())
+    if normalize:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
