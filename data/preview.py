@@ -21,7 +21,17 @@ from data.plausible import FEWEST_SEQUENCES, implausible
 from data.rendering import BATCH, TokenSequence, render_all
 from data.split import with_suffix
 from data.statistics import PIECE, Statistics, measure, percent, table
-from data.stretches import LEGEND, LINE_END, Stretch, as_html, as_text, legend, shorten, stretches
+from data.stretches import (
+    LEGEND,
+    LINE_END,
+    Stretch,
+    as_html,
+    as_text,
+    legend,
+    printable,
+    shorten,
+    stretches,
+)
 from data.template import control_tokens
 from data.tokens import Tokens
 
@@ -185,7 +195,7 @@ def _look(
     counts = Counts()
     sequences = list(render_all(tokenizer, [conversation], max_length=max_length, counts=counts))
     if not sequences:
-        title = f"{conversation.id}: dropped, {', '.join(counts.dropped)}"
+        title = f"{printable(conversation.id)}: dropped, {', '.join(counts.dropped)}"
         return [Shown(conversation.id, title, [])]
     return [
         Shown(s.id, _title(s, counts, max_length), stretches(tokenizer, s, conversation))
@@ -198,7 +208,7 @@ def _title(sequence: TokenSequence, counts: Counts, max_length: int) -> str:
     length, supervised = len(sequence.input_ids), sum(sequence.loss_mask)
     notes = [note for note in counts.mended if note != "cut to max_length" or length == max_length]
     figures = f"{length:,} tokens, {supervised:,} supervised ({percent(supervised / length)})"
-    return f"{sequence.id}: " + "; ".join([figures, *notes])
+    return f"{printable(sequence.id)}: " + "; ".join([figures, *notes])
 
 
 # --- what is written ---------------------------------------------------------------------------
@@ -226,6 +236,7 @@ PAGE = """<!doctype html>
 <style>
 :root {{ color-scheme: light dark; }}
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; }}
+body {{ padding: 0 1rem; }}
 pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
 h2 {{ font-size: 1rem; border-top: 1px solid #8888; padding-top: 1rem; }}
 .supervised {{ background: #b7ebc0; }}

@@ -110,6 +110,11 @@ def as_html(parts: Sequence[Stretch]) -> str:
     )
 
 
+def printable(text: str) -> str:
+    """`text` with a visible sign for each character that would steer a terminal."""
+    return text.translate(UNSEEN)
+
+
 def _in_turn(tokenizer: Any, sequence: TokenSequence, conversation: Conversation) -> list[bool]:
     """Which tokens stand for text of a turn. [T]"""
     turns = conversation.turns
@@ -164,7 +169,7 @@ def _marked(parts: Sequence[Stretch]) -> Iterator[str]:
         if not goes_on and (part.kind == SUPERVISED) != is_open:
             yield MARKS[is_open]
             is_open = not is_open
-        text = part.text.translate(UNSEEN)
+        text = printable(part.text)
         for mark in MARKS:
             text = text.replace(mark, f"\\{mark}")
         yield text
@@ -172,7 +177,7 @@ def _marked(parts: Sequence[Stretch]) -> Iterator[str]:
 
 
 def _seen(part: Stretch) -> str:
-    text = part.text.translate(UNSEEN)
+    text = printable(part.text)
     return text.replace("\n", "↵\n") if part.kind == SUPERVISED else text
 
 

@@ -132,6 +132,13 @@ def test_one_reply_is_shown_by_the_id_of_its_sequence(tokenizer_path, tmp_path):
         shown("a_1~reply4")
 
 
+def test_an_id_cannot_steer_the_terminal(tokenizer_path, tmp_path):
+    (tmp_path / "chats.json").write_text(json.dumps([{**tiny_chats(1)[0], "id": "a\x1b[2J"}]))
+    text = preview(config_of(tokenizer_path, tmp_path / "chats.json"), color=False)
+    assert "a␛[2J: " in text.split("conversations used")[0]
+    assert "\x1b" not in text
+
+
 def test_an_id_that_is_not_there_is_named_with_what_became_of_the_records(
     tokenizer_path, chats_path
 ):
