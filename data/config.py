@@ -153,11 +153,12 @@ class RegenerateConfig:
     concurrency: int = 32  # chats in flight at the endpoint
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "max_length", "batch_tokens", "concurrency"):
+        for name in ("max_length", "batch_tokens", "concurrency"):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1.")
         for name, ok, expected in (
+            ("max_new_tokens", self.max_new_tokens >= 2, "at least 2: a word and its end"),
             ("temperature", self.temperature >= 0, "0 (greedy) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
         ):

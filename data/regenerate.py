@@ -47,8 +47,7 @@ def regenerate(config: RegenerateConfig) -> Path:
     """
     out = Path(config.out).expanduser()
     with stoppable("stopped: the same command goes on from here"):
-        tokenizer = load_tokenizer(config.target)
-        _check(config, tokenizer)
+        tokenizer = _checked(config)
         part = out.with_name(f"{out.name}.part")
         busy = f"Another run is writing {part}. Wait for it, or give another out=FILE."
         with locked(part, busy=busy):
@@ -84,8 +83,8 @@ def _regenerate(config: RegenerateConfig, out: Path, part: Path, tokenizer: Any)
 # --- what is done ------------------------------------------------------------------------------
 
 
-def _check(config: RegenerateConfig, tokenizer: Any) -> None:
-    """Refuse what cannot work, before anything is loaded."""
+def _checked(config: RegenerateConfig) -> Any:
+    """Refuse what cannot work, before the target is loaded. Returns its tokenizer."""
     if config.endpoint and find_spec("openai") is None:
         raise ValueError(
             "endpoint=... needs a package that is not installed: pip install -e '.[endpoint]'. "
@@ -102,7 +101,9 @@ def _check(config: RegenerateConfig, tokenizer: Any) -> None:
             f"max_length is {config.max_length}, but the target knows {positions} positions "
             f"(max_position_embeddings). Set max_length={positions} or less."
         )
+    tokenizer = load_tokenizer(config.target)
     end_token(tokenizer)
+    return tokenizer
 
 
 def _identity(config: RegenerateConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny import save_tiny_target, tiny_llama_config, tiny_tokenizer
 
-QUIET = 0.15  # what the layers add, against the token's own embedding
+QUIET = 0.3  # what the layers add, against the token's own embedding
 
 
 def save_talkative_target(folder: Path, *, seed: int = 0, **changes) -> Path:
@@ -26,8 +26,9 @@ def save_talkative_target(folder: Path, *, seed: int = 0, **changes) -> Path:
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor *= QUIET
+            tensor[0] = 0
     embedding = tensors["model.embed_tokens.weight"]
-    embedding[:, 0] = 0.5  # the same for all tokens: column 0 of the output head is a bias
+    embedding[:, 0] = 0.5  # the same everywhere, so that the output head's column 0 is a bias
     head = torch.zeros_like(embedding)
     head[:, 0] = -20.0
     for i, (before, after) in enumerate(zip([cycle[-1], *cycle], cycle, strict=False), 1):

@@ -36,6 +36,9 @@ TOKENIZERS = {
 NO_PROMPT = "no_generation_prompt"  # the target would have to write the role marker itself
 KEEPING = {name: text for name, text in TEMPLATES.items() if name != NO_PROMPT}
 KEEPING |= {"thinking": THINKING, "other_end_in_history": OTHER_END_IN_HISTORY}
+# That pair tokenises the end of a prompt alone otherwise than before a reply, and is refused.
+PAIRS = [(name, kind) for name in KEEPING for kind in TOKENIZERS]
+PAIRS.remove(("llama3", "merges"))
 NO_THOUGHT = "<think>\n\n</think>\n\nYes."
 THOUGHT = "<think>\nthe cat\n</think>\n\nYes."
 
@@ -59,12 +62,9 @@ def chatml():
     return byte_level(TEMPLATES["chatml"], merges=True)
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("name", KEEPING)
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_what_is_kept_is_dumped_as_the_tokens_that_were_generated(name, kind, tmp_path):
     tokenizer = TOKENIZERS[kind](KEEPING[name])
-    if (name, kind) == ("llama3", "merges"):
-        pytest.skip("this pair tokenises a prompt alone otherwise than before a reply: refused")
     # A thinking target writes a thought each time, be it empty.
     first, last = (NO_THOUGHT, THOUGHT) if name == "thinking" else ("Yes.", "the mat")
     texts = ("the cat", first, "no", THOUGHT, "sits", last)
