@@ -53,8 +53,8 @@ FAMILIES: dict[str, dict] = {
 }
 
 
-def family_config(model_type: str) -> PretrainedConfig:
-    return AutoConfig.for_model(model_type, **{**SIZES, **FAMILIES[model_type]})
+def family_config(model_type: str, **changes) -> PretrainedConfig:
+    return AutoConfig.for_model(model_type, **{**SIZES, **FAMILIES[model_type], **changes})
 
 
 def wrapped_config(model_type: str) -> PretrainedConfig:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from data.target import TargetHead
+from data.config import TargetConfig
+from data.target import TargetHead, check_output_head, load_target
 from tests.test_train import losses
+from tests.tiny import save_tiny_target, tiny_llama_config
 from train.config import HeldoutConfig, TrainConfig
 from train.loop import fit
 from train.loss import distillation_loss
@@ -55,3 +57,37 @@ def test_training_on_the_gpu_lowers_the_loss_and_resumes(cache_path, tmp_path):
         file.unlink()
     fit(replace(config, log_every=1))
     assert losses(config.out)[-1] == pytest.approx(last, rel=1e-2)
+
+
+@pytest.fixture(scope="module")
+def deep_target(tmp_path_factory) -> str:
+    """A tiny target of enough layers to be cut."""
+    config = tiny_llama_config(num_hidden_layers=8, tie_word_embeddings=False)
+    return str(save_tiny_target(tmp_path_factory.mktemp("deep"), config))
+
+
+def assert_same_features(config: TargetConfig, *, places: set[str]) -> None:
+    """A spread target gives, on the first GPU, what one on the CPU gives."""
+    input_ids = torch.arange(60).reshape(2, 30)
+    expected = load_target(TargetConfig(path=config.path, device="cpu")).features(input_ids)
+    target = load_target(config)
+    assert {str(place) for place in target.model.hf_device_map.values()} == places
+    features = target.features(input_ids.to(target.device))
+    assert features.device == target.head.weight.device == torch.device("cuda", 0)
+    assert_close(features.cpu(), expected, rtol=1e-3, atol=1e-3)
+    check_output_head(target, input_ids)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_a_target_over_two_gpus_gives_the_same_features(deep_target):
+    config = TargetConfig(path=deep_target, device_map="balanced")
+    assert_same_features(config, places={"0", "1"})
+
+
+def test_what_does_not_fit_into_the_gpu_waits_in_memory(deep_target, monkeypatch, caplog):
+    """Nearly all of the GPU looks taken, so that Accelerate leaves most layers to the host."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (150_000, 10**9))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = TargetConfig(path=deep_target, device_map="sequential")
+    assert_same_features(config, places={"0", "cpu"})
+    assert "are copied to the GPU for every batch" in caplog.text
