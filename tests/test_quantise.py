@@ -25,34 +25,25 @@ from data.dump import dump
 from data.plan import read_plan
 from data.quantise import Cost, channel_scales, dequantise, quantise
 from data.target import TargetHead, load_target
-from tests.kill_dump import small_dump
-from tests.test_dump import ONE_THREAD, contents, launch
+from tests.kill_dump import contents, small_dump
 from tests.test_train import losses, weights
 from tests.tiny import save_tiny_chats, save_tiny_target, tiny_chats, tiny_llama_config
 from train.config import HeadConfig, HeldoutConfig, TrainConfig
 from train.loop import fit
 
-# Kills a dump just before its k-th rename, for each k given; what it leaves lies in FOLDER/k.
+# Kills dumps just before their k-th rename, for each k given, and lets two processes go on.
 KILLER = """
-import itertools, os, signal, sys
+import sys
 from pathlib import Path
-from data.dump import dump
-from tests.kill_dump import small_dump
+from tests.kill_dump import Death, kill, run, small_dump
 
 target, chats, folder, *numbers = sys.argv[1:]
-replace = Path.replace
 for number in numbers:
-    if os.fork() == 0:
-        counter = itertools.count()
-        def replace_or_die(self, other):
-            if next(counter) == int(number):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return replace(self, other)
-        Path.replace = replace_or_die
-        dump(small_dump(target, chats, Path(folder) / number, feature_dtype="int8"))
-        os._exit(0)
-    _, status = os.wait()
-    assert os.WIFSIGNALED(status), number
+    out = Path(folder) / number
+    config = small_dump(target, chats, out, feature_dtype="int8")
+    kill(config, Death("rename", int(number)), seconds=60)
+    print(*sorted(file.name for file in out.glob("**/*.*") if file.suffix in (".json", ".tmp")))
+    assert run(config, world=2)
 """
 
 
@@ -269,46 +260,24 @@ def test_a_target_that_int8_blurs_is_warned_of(make_config, tmp_path, caplog):
     assert "feature_dtype=auto" in caplog.text
 
 
-def test_two_processes_write_the_same_int8_bytes_as_one(
+def test_a_kill_around_the_calibration_and_two_processes_change_no_byte(
     finished, target_path, chats_path, tmp_path
 ):
-    out = tmp_path / "cache"
-    result = launch(
-        f"target={target_path}",
-        f"dataset={chats_path}",
-        f"out={out}",
-        "max_length=256",
-        "shard_tokens=1600",
-        "batch_tokens=512",
-        "feature_dtype=int8",
-        processes=2,
+    left = {  # by the number of the rename
+        "3": "calibration.json.tmp plan.json",
+        "4": "00000.safetensors.tmp calibration.json plan.json",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", KILLER, str(target_path), str(chats_path), str(tmp_path), *left],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
-    assert contents(out) == contents(finished)
-
-
-def test_an_int8_dump_killed_around_its_calibration_ends_with_the_same_bytes(
-    finished, make_config, target_path, chats_path, tmp_path
-):
-    before = {  # the last file that was in place, by the number of the rename
-        "2": "plan.json",
-        "3": "calibration.safetensors",
-        "4": "calibration.json",
-        "5": "shards/00000.safetensors",
-    }
-    arguments = [str(target_path), str(chats_path), str(tmp_path), *before]
-    subprocess.run(
-        [sys.executable, "-c", KILLER, *arguments],
-        env={**os.environ, **ONE_THREAD},
-        check=True,
-        timeout=120,
-    )
-    for number, last in before.items():
-        there = [file for file in contents(tmp_path / number) if not file.endswith(".tmp")]
-        newest = max(there, key=lambda file: (tmp_path / number / file).stat().st_mtime_ns)
-        assert newest == last
-        dump(make_config(tmp_path / number))
-        assert contents(tmp_path / number) == contents(finished)
+    assert result.stdout.splitlines() == list(left.values())
+    for number in left:
+        assert contents(tmp_path / number) == contents(finished), number
 
 
 def damage(file: Path, how: str) -> None:
