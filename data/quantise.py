@@ -42,7 +42,7 @@ class Cost:
 
     def __str__(self) -> str:
         return (
-            f"KL {self.kl:.2g}, {100 * self.flips:.2g} % of argmaxes changed, "
+            f"KL {self.kl:.5f}, {100 * self.flips:.2g} % of argmaxes changed, "
             f"error {100 * self.error:.2g} %"
         )
 

@@ -240,7 +240,7 @@ def test_the_cost_is_printed_and_kept(make_config, finished, tmp_path, caplog):
     assert 0 < plain["kl"] < ours["kl"] < 1e-3
     assert 0 <= plain["flips"] < ours["flips"] < 0.03
     assert 0.001 < plain["error"] < 0.002 < ours["error"] < 0.01
-    line = rf"int8: KL {ours['kl']:.2g}, {100 * ours['flips']:.2g} % of argmaxes changed, "
+    line = rf"int8: KL {ours['kl']:.5f}, {100 * ours['flips']:.2g} % of argmaxes changed, "
     assert line in caplog.text
     assert "bfloat16: KL" in caplog.text
     assert "int8: 41 instead of 69 bytes a token" in caplog.text
