@@ -14,8 +14,8 @@ from data.families import EMBEDDINGS, NORMS, OUTPUTS, load_config, load_tokenize
 PLACE = ("path", "revision")
 WIDTHS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4}  # methods whose config does not say
 QUANTISED = (
-    " (none is full precision; quantised weights compute other features, and a head accepts less "
-    "on features that it was not trained on: dump with the very copy that is served)"
+    " (none is full precision; quantised weights give other features, and a head fits only the "
+    "copy that it was dumped from: dump with the one that is served)"
 )
 
 
@@ -51,7 +51,10 @@ def fingerprint_differences(ours: dict[str, str], theirs: dict[str, str]) -> lis
 
 
 def _quantization(checkpoint: Checkpoint, loaded: PretrainedConfig) -> str:
-    """Method and width of the weights, such as `awq 4-bit` or `gguf Q4_K`; none if they are whole."""
+    """Method and width of the weights, such as `awq 4-bit` or `gguf Q4_K`; none if not quantised.
+
+    A method whose config says no width is named alone.
+    """
     if checkpoint.location.gguf_file:
         return f"gguf {checkpoint.gguf_type()}"
     settings = getattr(loaded, "quantization_config", None) or {}

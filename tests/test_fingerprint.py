@@ -83,5 +83,5 @@ def test_a_quantised_copy_is_told_from_the_whole_one_in_words_and_first(target_p
 
     first, second = fingerprint_differences(read(target_path), read(copy))
     assert first.startswith("quantization: none here, awq 4-bit there (none is full precision")
-    assert "dump with the very copy that is served" in first
+    assert "dump with the one that is served" in first
     assert second.startswith("config:")
