@@ -6,22 +6,20 @@ ends byte-identical to one that was not, whatever the number of processes.
 
 import contextlib
 import logging
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
-from data.cache import FORMAT_VERSION, calibration_record, read_calibration, shard_record
+from data.cache import calibration_record, read_calibration, shard_record
 from data.calibration import ensure_calibration
 from data.config import DumpConfig
-from data.files import json_bytes, write_json, writing
+from data.files import writing
 from data.lock import locked
+from data.manifest import bytes_there, manifest_is, shard_records, unfinished, write_manifest
 from data.origin import log_replies
 from data.plan import (
     Plan,
@@ -37,6 +35,7 @@ from data.plan import (
     write_plan,
 )
 from data.processes import barrier, process_state, stoppable
+from data.progress import log_time, measured_rate, progress
 from data.shards import batches_of, padded, shard_features, write
 from data.target import (
     Target,
@@ -80,7 +79,8 @@ def _dump(config: DumpConfig, out: Path) -> Path:
     if config.dry_run:
         if state.is_main_process:
             plan, tokens = prepare_dump(config, out)
-            _start(config, out, plan, tokens, list(range(len(plan.shards))), world=1)
+            if todo := unfinished(out, plan):
+                _start(config, out, plan, tokens, todo, world=state.num_processes)
         return out
     with lock_cache(out) if state.is_main_process else contextlib.nullcontext():
         if state.is_main_process:
@@ -92,6 +92,8 @@ def _dump(config: DumpConfig, out: Path) -> Path:
         plan = read_plan(out)
         rank, world = state.process_index, state.num_processes
         run_shards(config, out, plan, rank=rank, world=world, wait_for_everyone=wait_for_everyone)
+        if world > 1:
+            log.info("the first of %d processes has done its part; it waits for the others", world)
         wait_for_everyone()
         if state.is_main_process:
             write_manifest(out, plan)
@@ -122,7 +124,7 @@ def prepare_dump(config: DumpConfig, out: Path) -> tuple[Plan, Tokens]:
             broken.append("the calibration")
         log.warning("damaged in %s, done again: %s", out, ", ".join(broken) or "manifest.json")
         (out / "manifest.json").unlink()
-    check_space(out, plan, done=sum(record["bytes"] for record in records if record))
+    check_space(out, plan, done=bytes_there(out, records))
     if is_new and not config.dry_run:
         write_plan(out, plan, tokens)
     return plan, tokens
@@ -162,7 +164,7 @@ def run_shards(
 ) -> None:
     """Do the unfinished ones of shards rank, rank + world, …; a thread writes what is done."""
     tokens = read_tokens(out, plan)
-    todo = _unfinished(out, plan, rank=rank, world=world)
+    todo = _todo(out, plan, rank=rank, world=world)
     target = _start(config, out, plan, tokens, todo, world=world) if todo else None
     if plan.feature_dtype == "int8":
         if rank == 0:
@@ -170,7 +172,8 @@ def run_shards(
         wait_for_everyone()
     if target is None:
         return
-    with _progress(out, plan, tokens, todo, rank=rank) as advance:
+    everyones = _and_unfinished(todo, out, plan)
+    with progress(plan, tokens, todo, everyones=everyones, rank=rank) as advance:
         do_shards(target, out, plan, tokens, todo, advance=advance)
 
 
@@ -202,48 +205,6 @@ def do_shards(
             writing.result()
 
 
-def write_manifest(out: Path, plan: Plan) -> None:
-    """Write what makes the cache valid."""
-    missing = [str(n) for n, record in enumerate(shard_records(out, plan)) if record is None]
-    if missing:
-        raise RuntimeError(
-            f"Shards {', '.join(missing)} of {out} are gone. Run the same command again: it does "
-            "only them."
-        )
-    with writing(out / "manifest.json"):
-        write_json(out / "manifest.json", make_manifest(out, plan))
-    log.info("%s is finished. Next: python -m scripts.train_head features=%s", out, out)
-
-
-def make_manifest(out: Path, plan: Plan) -> dict[str, Any]:
-    """What manifest.json has to say. Nothing in it depends on time or on who did the work."""
-    return {
-        "format_version": FORMAT_VERSION,
-        "fingerprint": plan.fingerprint,
-        "settings": plan.settings,
-        "replies": plan.replies,
-        "hidden_size": plan.hidden_size,
-        "feature_dtype": plan.feature_dtype,
-        "calibration": calibration_record(out) if plan.feature_dtype == "int8" else None,
-        "num_sequences": len(plan.sequence_ids),
-        "num_tokens": plan.num_tokens,
-        "num_supervised": plan.num_supervised,
-        "origin": {"command": "python -m scripts.dump_features", "versions": plan.versions},
-        "shards": shard_records(out, plan),
-    }
-
-
-def manifest_is(out: Path, plan: Plan) -> bool:
-    """Whether the manifest is there and says what plan and shards say."""
-    file = out / "manifest.json"
-    return file.is_file() and file.read_bytes() == json_bytes(make_manifest(out, plan))
-
-
-def shard_records(out: Path, plan: Plan) -> list[dict[str, Any] | None]:
-    """The record of each shard, None for one that has to be done (again)."""
-    return [shard_record(out, index, checksum=False) for index in range(len(plan.shards))]
-
-
 def _load(config: DumpConfig, plan: Plan, tokens: Tokens) -> Target:
     """The target in the engine that the settings name."""
     if config.target.engine == "vllm":
@@ -262,28 +223,15 @@ def _start(
     target = _load(config, plan, tokens)
     batches = batches_of(plan, tokens, todo[0])
     check_output_head(target, padded(tokens, batches[0])[0])
-
-    middle = batches[len(batches) // 2]
-    input_ids, _ = padded(tokens, middle)
-    started = time.monotonic()
-    target.features(input_ids.to(target.device), tokens.lengths[middle])[..., :1].cpu()  # waits for the device
-    rate = world * int(tokens.lengths[middle].sum()) / (time.monotonic() - started)
+    rate = measured_rate(target, tokens, batches[len(batches) // 2])
     if process_state().is_main_process:
-        left = _num_tokens(plan, tokens, _unfinished_of_all(out, plan))
-        log.info(
-            "time: %s tokens / %s tokens/s (%d x %s, %s, batches of %s tokens) = about %s",
-            f"{left:,}",
-            f"{rate:,.0f}",
-            world,
-            target.place,
-            target.dtype,
-            f"{plan.settings['batch_tokens']:,}",
-            timedelta(seconds=round(left / rate)),
-        )
+        everyones = _and_unfinished(todo, out, plan)
+        log_time(target, plan, tokens, everyones, rate=rate, world=world)
     return target
 
 
-def _unfinished(out: Path, plan: Plan, *, rank: int, world: int) -> list[int]:
+def _todo(out: Path, plan: Plan, *, rank: int, world: int) -> list[int]:
+    """The unfinished shards of one process, by their checksums."""
     mine = range(rank, len(plan.shards), world)
     some_are_there = any(shard_record(out, index, checksum=False) for index in mine)
     checked = tqdm(mine, desc="check shards", disable=rank != 0 or not some_are_there, delay=1)
@@ -294,39 +242,9 @@ def _unfinished(out: Path, plan: Plan, *, rank: int, world: int) -> list[int]:
     return todo
 
 
-def _unfinished_of_all(out: Path, plan: Plan) -> list[int]:
-    return [index for index, record in enumerate(shard_records(out, plan)) if record is None]
-
-
-def _num_tokens(plan: Plan, tokens: Tokens, shards: list[int]) -> int:
-    bounds = [plan.shards[index] for index in shards]
-    return sum(int(tokens.offsets[last] - tokens.offsets[first]) for first, last in bounds)
-
-
-@contextlib.contextmanager
-def _progress(
-    out: Path, plan: Plan, tokens: Tokens, todo: list[int], *, rank: int
-) -> Iterator[Callable[[int], None]]:
-    """A bar over the tokens of all processes: each is taken to be as fast as the first."""
-    own = _num_tokens(plan, tokens, todo)
-    total = max(_num_tokens(plan, tokens, _unfinished_of_all(out, plan)), own)
-    bar = tqdm(
-        total=total,
-        desc="dump",
-        unit=" tokens",
-        unit_scale=True,
-        mininterval=1 if sys.stderr.isatty() else 30,  # a log file wants fewer lines
-        disable=rank != 0,
-    )
-    done = 0
-
-    def advance(num_tokens: int) -> None:
-        nonlocal done
-        done += num_tokens
-        bar.update(round(total * done / own) - bar.n)
-
-    with bar:
-        yield advance
+def _and_unfinished(todo: list[int], out: Path, plan: Plan) -> list[int]:
+    """The shards of all processes, whose checksums only they have looked at."""
+    return sorted({*todo, *unfinished(out, plan)})
 
 
 def _batch_tokens(config: DumpConfig) -> int:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -53,19 +52,26 @@ def barrier(state: PartialState, *, timeout: timedelta) -> Callable[[], None]:
     if state.num_processes == 1:
         return lambda: None
     # gloo on any device: NCCL does not notice that a process has died, and would wait on.
-    group = torch.distributed.new_group(backend="gloo")
+    group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+    others = range(1, state.num_processes) if state.is_main_process else [0]
+    token = torch.zeros(1)
+
+    def exchange(act: Callable[..., object], rank: int) -> None:
+        try:
+            act(token, rank, group=group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Process {rank} of {state.num_processes} has stopped (this is process "
+                f"{state.process_index}). Its own message says why. What was written is whole: "
+                "mend that, and run the same command again."
+            ) from error
 
     def wait() -> None:
-        try:
-            torch.distributed.monitored_barrier(group, timeout=timeout)
-        except RuntimeError as error:
-            # Process 0 learns which of them it is, the others only that process 0 is gone.
-            culprit = re.search(r"Rank (\d+) failed", str(error))
-            raise RuntimeError(
-                f"Process {culprit[1] if culprit else 0} of {state.num_processes} has stopped "
-                f"(this is process {state.process_index}). Its own message says why. What was "
-                "written is whole: mend that, and run the same command again."
-            ) from error
+        # Not one of the collectives: they do not tell which process it was that has died.
+        receive, send = torch.distributed.recv, torch.distributed.send
+        for act in (receive, send) if state.is_main_process else (send, receive):
+            for rank in others:
+                exchange(act, rank)
 
     return wait
 

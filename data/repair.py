@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 
 from data.cache import calibration_path, shard_path
 from data.config import DatasetConfig, DumpConfig, TargetConfig, or_known
-from data.dump import lock_cache, run_shards, write_manifest
+from data.dump import lock_cache, run_shards
 from data.evidence import Record, json_problems
 from data.files import atomic_write, sha256, write_json, writing
+from data.manifest import write_manifest
 from data.plan import ANEW, Plan, remove_leftovers
 from data.target import fingerprint, fingerprint_differences
 from data.tokens import Tokens

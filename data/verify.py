@@ -16,7 +16,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.cache import calibration_path, shard_path, supervised_counts
-from data.dump import make_manifest
 from data.evidence import (
     Problem,
     Record,
@@ -27,6 +26,7 @@ from data.evidence import (
     state_of,
     unlike,
 )
+from data.manifest import make_manifest
 from data.plan import Plan, read_plan
 from data.quantise import dequantise
 from data.tokens import Tokens, load_tokens

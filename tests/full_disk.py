@@ -90,7 +90,7 @@ def launch(make: Callable[[Path], DumpConfig], folder: Path) -> Iterator[str]:
     assert not (Path(config.out) / "manifest.json").exists()
     for rank in range(2):
         yield f"process {rank}: {(folder / f'{rank}.log').read_text()}"
-    yield f"{time.monotonic() - began:.0f} s"
+    yield f"seconds: {time.monotonic() - began:.0f}"
     assert run(config, world=2)
     assert contents(Path(config.out)) == contents(folder / "undisturbed")
 

@@ -32,7 +32,16 @@ from data.config import DatasetConfig, DumpConfig, TargetConfig
 from data.dump import dump
 from tests.tiny import save_tiny_chats, save_tiny_target
 
-WRITERS = ("cache", "dump", "files", "lock", "plan", "shards", "tokens")  # modules of data/
+WRITERS = (
+    "cache",
+    "dump",
+    "files",
+    "lock",
+    "manifest",
+    "plan",
+    "shards",
+    "tokens",
+)  # modules of data/
 PATIENCE = 60  # seconds until a process must have noticed that another one died
 
 
