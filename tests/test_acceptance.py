@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from data.cache import CachedSequence, supervised_pairs
 from data.target import TargetHead
 from tests.tiny import tiny_llama_config
+from train import acceptance
 from train.acceptance import (
     ChainCounts,
     HeldoutEstimate,
@@ -70,18 +72,31 @@ def one_by_one(head, target_head, sequence, num_steps):
 
 @torch.no_grad()
 @pytest.mark.parametrize("inputs", INPUTS)
-def test_all_positions_at_once_equal_one_by_one_drafting(inputs):
+def test_all_positions_at_once_equal_one_by_one_drafting(inputs, monkeypatch):
+    monkeypatch.setattr(acceptance, "SAMPLING_STRIDE", 1)
     followed = 0
     for seed in range(8):
         head, target_head, sequence = make_case(seed, inputs=inputs)
-        document = prepare_document(sequence, CPU)
+        document = prepare_document(sequence, target_head, CPU)
         ours = chain_acceptance(head, target_head, [document], num_steps=4)
         theirs, overlap = one_by_one(head, target_head, sequence, 4)
         assert torch.equal(ours.counts.tried, theirs.tried)
         assert torch.equal(ours.counts.accepted, theirs.accepted)
+        assert torch.equal(ours.compared.sum(0), theirs.tried)
         torch.testing.assert_close(ours.overlap.sum(0), overlap, rtol=1e-5, atol=1e-5)
         followed += int(theirs.tried[1:].sum())
     assert followed > 10  # later steps were really compared
+
+
+@torch.no_grad()
+def test_sampling_is_compared_in_every_fourth_place():
+    head, target_head, sequence = make_case(0, length=160)
+    document = prepare_document(sequence, target_head, CPU)
+    estimate = chain_acceptance(head, target_head, [document], num_steps=3)
+    assert torch.equal(estimate.compared, -(-estimate.tried // 4))
+    _, overlap = one_by_one(head, target_head, sequence, 3)
+    everywhere = overlap[0] / estimate.counts.tried[0]
+    assert estimate.sampling_rates[0] == pytest.approx(float(everywhere), abs=0.1)
 
 
 def test_a_perfect_head_is_accepted_wherever_the_text_is_the_targets_own():
@@ -99,7 +114,7 @@ def test_a_perfect_head_is_accepted_wherever_the_text_is_the_targets_own():
     input_ids = torch.tensor(ids)
     features = 5 * target_head.weight[input_ids]
     sequence = CachedSequence(features, input_ids, torch.ones(len(ids), dtype=torch.bool))
-    document = prepare_document(sequence, CPU)
+    document = prepare_document(sequence, target_head, CPU)
     counts = chain_acceptance(head, target_head, [document], num_steps=3).counts
     assert counts.rates == [1.0, 1.0, 1.0] and counts.length == 4.0
 
@@ -122,7 +137,7 @@ def test_unsupervised_positions_are_not_tried():
     nothing = CachedSequence(
         sequence.features, sequence.input_ids, torch.zeros_like(sequence.loss_mask)
     )
-    document = prepare_document(nothing, CPU)
+    document = prepare_document(nothing, target_head, CPU)
     counts = chain_acceptance(head, target_head, [document], num_steps=3).counts
     assert counts.tried.tolist() == [0, 0, 0]
 
@@ -137,7 +152,13 @@ def random_estimate(conversations: int, *, seed: int, spread: float = 0.15) -> H
         tried.append(accepted[-1])
     counts = torch.cat(tried[:3], 1).long(), torch.cat(accepted, 1).long()
     names = [f"chat{i}_0" for i in range(conversations)]
-    return HeldoutEstimate(names, *counts, torch.zeros(conversations, 3).double())
+    return HeldoutEstimate(names, *counts, counts[0], torch.zeros(conversations, 3).double())
+
+
+def parts_of(estimate: HeldoutEstimate, change) -> list[torch.Tensor]:
+    """`change` of each of the estimate's tensors."""
+    tensors = (estimate.tried, estimate.accepted, estimate.compared, estimate.overlap)
+    return [change(tensor) for tensor in tensors]
 
 
 def test_the_interval_covers_the_true_length_about_as_often_as_it_says():
@@ -152,14 +173,11 @@ def test_the_interval_covers_the_true_length_about_as_often_as_it_says():
 def test_the_parts_of_one_chat_are_drawn_together():
     estimate = random_estimate(12, seed=0)
     two = HeldoutEstimate(
-        [f"chat{i // 2}_{i % 2}" for i in range(12)],
-        estimate.tried,
-        estimate.accepted,
-        estimate.overlap,
+        [f"chat{i // 2}_{i % 2}" for i in range(12)], *parts_of(estimate, lambda t: t)
     )
     merged = HeldoutEstimate(
         [f"chat{i}_0" for i in range(6)],
-        *(t.reshape(6, 2, 3).sum(1) for t in (two.tried, two.accepted, two.overlap)),
+        *parts_of(two, lambda t: t.reshape(6, 2, 3).sum(1)),
     )
     assert two.interval == pytest.approx(merged.interval, abs=1e-12)
     assert two.interval != estimate.interval
@@ -170,13 +188,10 @@ def test_an_estimate_does_not_depend_on_who_counted_which_document():
     whole = random_estimate(30, seed=1)
     whole.overlap.uniform_()
     for processes in (2, 3, 40):
-        parts = [
-            HeldoutEstimate(
-                whole.names[rank::processes],
-                *(t[rank::processes] for t in (whole.tried, whole.accepted, whole.overlap)),
-            )
-            for rank in range(processes)
-        ]
+        parts = []
+        for rank in range(processes):
+            share = itemgetter(slice(rank, None, processes))
+            parts.append(HeldoutEstimate(share(whole.names), *parts_of(whole, share)))
         together = HeldoutEstimate.joined(parts)
         assert together.to_json() == HeldoutEstimate.joined([whole]).to_json()
         assert str(together) == str(whole)

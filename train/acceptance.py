@@ -19,6 +19,9 @@ from train.head import DraftHead, packed_attention
 from train.unroll import chain_attention
 
 LOGIT_ELEMENTS = 2**25  # of one output head product: 128 MB in float32
+# Sampling is looked at in every 4th place: it needs the target's whole distribution anew, and in
+# every place it would double the time of an estimate, most of which is the output head.
+SAMPLING_STRIDE = 4
 RESAMPLES = 1000
 CONFIDENCE = 0.95
 
@@ -80,7 +83,8 @@ class HeldoutEstimate:
     names: list[str]  # D ids of cached sequences
     tried: Tensor  # [D, K] int64
     accepted: Tensor  # [D, K] int64
-    overlap: Tensor  # [D, K] float64  sum of Σ_x min(p(x), q(x)) over the tried
+    compared: Tensor  # [D, K] int64  places of the tried where the distributions were compared
+    overlap: Tensor  # [D, K] float64  sum of Σ_x min(p(x), q(x)) over those
 
     @property
     def counts(self) -> ChainCounts:
@@ -94,7 +98,7 @@ class HeldoutEstimate:
     @property
     def sampling_rates(self) -> list[float]:
         """Mean Σ_x min(p(x), q(x)) at each step."""
-        return (self.overlap.sum(0) / self.tried.sum(0).clamp(min=1)).tolist()
+        return (self.overlap.sum(0) / self.compared.sum(0).clamp(min=1)).tolist()
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -132,11 +136,9 @@ class HeldoutEstimate:
         """All documents in the order of their names, however processes had shared them out."""
         names = [name for part in parts for name in part.names]
         order = sorted(range(len(names)), key=names.__getitem__)
-        tried, accepted, overlap = (
-            torch.cat(tensors)[order]
-            for tensors in zip(*((p.tried, p.accepted, p.overlap) for p in parts), strict=True)
-        )
-        return cls([names[i] for i in order], tried, accepted, overlap)
+        counts = ((p.tried, p.accepted, p.compared, p.overlap) for p in parts)
+        joined = (torch.cat(tensors)[order] for tensors in zip(*counts, strict=True))
+        return cls([names[i] for i in order], *joined)
 
     def to_json(self) -> dict:
         return {
@@ -149,21 +151,25 @@ class HeldoutEstimate:
 
 @dataclass
 class HeldoutDocument:
-    """A held-out sequence, on the device."""
+    """A held-out sequence with what the target would greedily say at its supervised pairs."""
 
     name: str  # its id in the cache
     features: Tensor  # [T, H]
     input_ids: Tensor  # [T]
     supervised: Tensor  # [T-1] bool
+    target_tokens: Tensor  # [T-1]  argmax of logits(f_{j+1}) at supervised pairs j, else -1
 
 
+@torch.no_grad()
 def prepare_document(
-    sequence: CachedSequence, device: torch.device, *, name: str = ""
+    sequence: CachedSequence, target_head: TargetHead, device: torch.device, *, name: str = ""
 ) -> HeldoutDocument:
-    """Move a cached sequence to `device`, once for all estimates."""
+    """Move a cached sequence to `device` and find the target's own greedy tokens, once."""
+    features = sequence.features.to(device)
     supervised = supervised_pairs(sequence.loss_mask).to(device)
-    input_ids = sequence.input_ids.to(device)
-    return HeldoutDocument(name, sequence.features.to(device), input_ids, supervised)
+    target_tokens = torch.full_like(supervised, -1, dtype=torch.long)
+    target_tokens[supervised] = _argmax_tokens(features[1:][supervised], target_head)
+    return HeldoutDocument(name, features, sequence.input_ids.to(device), supervised, target_tokens)
 
 
 @torch.no_grad()
@@ -185,7 +191,7 @@ def chain_acceptance(
 
 def _nothing(num_steps: int) -> HeldoutEstimate:
     counts = torch.zeros(0, num_steps, dtype=torch.long)
-    return HeldoutEstimate([], counts, counts, counts.double())
+    return HeldoutEstimate([], counts, counts, counts, counts.double())
 
 
 def _document_estimate(
@@ -193,7 +199,7 @@ def _document_estimate(
 ) -> HeldoutEstimate:
     dtype = head.fc.weight.dtype
     input_ids, supervised = document.input_ids, document.supervised
-    tried, num_accepted = (torch.zeros(num_steps, dtype=torch.long) for _ in range(2))
+    tried, num_accepted, compared = torch.zeros(3, num_steps, dtype=torch.long)
     overlap = torch.zeros(num_steps, dtype=torch.float64)
 
     # Step 1: real pairs everywhere.
@@ -207,12 +213,15 @@ def _document_estimate(
 
     own: list[tuple[Tensor, Tensor]] = []  # keys and values of later steps, [kv_heads, M, d] each
     for n in range(1, num_steps + 1):
-        drafted, accepted, overlaps = _compare(
-            predicted, document.features[starts + n], target_head
-        )
+        drafted = _argmax_tokens(predicted, target_head)
+        accepted = drafted == document.target_tokens[starts + n - 1]
         tried[n - 1] = len(starts)
         num_accepted[n - 1] = accepted.sum()
-        overlap[n - 1] = overlaps.double().sum()
+        places = starts[::SAMPLING_STRIDE] + n
+        compared[n - 1] = len(places)
+        overlap[n - 1] = _overlap(
+            predicted[::SAMPLING_STRIDE], document.features[places], target_head
+        )
         if n == num_steps:
             break
         # Follow on where the text says the same and the next pair is supervised too.
@@ -227,26 +236,31 @@ def _document_estimate(
         own.append((own_key, own_value))
         attended = chain_attention(query, key, value, starts, own, lengths)
         predicted = head.finish(x, attended)
-    return HeldoutEstimate([document.name], tried[None], num_accepted[None], overlap[None])
+    counts = tried[None], num_accepted[None], compared[None]
+    return HeldoutEstimate([document.name], *counts, overlap[None])
 
 
-def _compare(
-    predicted: Tensor, features: Tensor, target_head: TargetHead
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What head and target say in the same N places.
+def _argmax_tokens(features: Tensor, target_head: TargetHead) -> Tensor:
+    """The output head's most likely token. features: [N, H] -> [N]."""
+    chunks = [target_head.logits(part).argmax(-1) for part in _chunks(features, target_head)]
+    return torch.cat(chunks)
+
+
+def _overlap(predicted: Tensor, features: Tensor, target_head: TargetHead) -> Tensor:
+    """Σ_x min(p(x), q(x)) over what target and head say in the same places, summed: float64 [].
 
     predicted: [N, H]  f̂
     features:  [N, H]  f
-    returns    [N]     the head's most likely token
-               [N]     bool: it is the target's
-               [N]     Σ_x min(p(x), q(x))
     """
-    rows = max(1, LOGIT_ELEMENTS // len(target_head.weight))
-    drafted, accepted, overlaps = [], [], []
-    for own, real in zip(predicted.split(rows), features.split(rows), strict=True):
-        draft_logits, target_logits = target_head.logits(own), target_head.logits(real)  # [R, V]
-        drafted.append(draft_logits.argmax(-1))
-        accepted.append(drafted[-1] == target_logits.argmax(-1))
-        target_probs, draft_probs = target_logits.softmax(-1), draft_logits.softmax(-1)
-        overlaps.append(torch.minimum(target_probs, draft_probs).sum(-1))
-    return torch.cat(drafted), torch.cat(accepted), torch.cat(overlaps)
+    total = torch.zeros((), dtype=torch.float64, device=predicted.device)
+    pairs = zip(_chunks(predicted, target_head), _chunks(features, target_head), strict=True)
+    for own, real in pairs:
+        draft_probs = target_head.logits(own).softmax(-1)  # [R, V]
+        target_probs = target_head.logits(real).softmax(-1)
+        total += torch.minimum(target_probs, draft_probs).sum(-1).double().sum()
+    return total
+
+
+def _chunks(features: Tensor, target_head: TargetHead) -> Sequence[Tensor]:
+    """[N, H] in parts whose logits fit."""
+    return features.split(max(1, LOGIT_ELEMENTS // len(target_head.weight)))

@@ -96,7 +96,9 @@ def prepare(
     if config.loss.vocab:
         loss_head = frequent_head(target_head, cache, training, count=config.loss.vocab)
     documents = [
-        prepare_document(cache.sequence(index), accelerator.device, name=cache.ids[index])
+        prepare_document(
+            cache.sequence(index), target_head, accelerator.device, name=cache.ids[index]
+        )
         for index in heldout[accelerator.process_index :: accelerator.num_processes]
     ]
     optimizer = torch.optim.AdamW(
