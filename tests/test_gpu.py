@@ -8,8 +8,8 @@ from torch.testing import assert_close
 
 from data.config import TargetConfig
 from data.target import TargetHead, check_output_head, load_target
-from tests.test_train import losses
 from tests.tiny import save_tiny_target, tiny_llama_config
+from tests.training import losses
 from train.config import HeldoutConfig, TrainConfig
 from train.loop import fit
 from train.loss import distillation_loss

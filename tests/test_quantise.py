@@ -26,8 +26,8 @@ from data.plan import read_plan
 from data.quantise import Cost, channel_scales, dequantise, quantise
 from data.target import TargetHead, load_target
 from tests.kill_dump import contents, small_dump
-from tests.test_train import losses, weights
 from tests.tiny import save_tiny_chats, save_tiny_target, tiny_chats, tiny_llama_config
+from tests.training import losses, weights
 from train.config import HeadConfig, HeldoutConfig, TrainConfig
 from train.loop import fit
 

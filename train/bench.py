@@ -22,10 +22,11 @@ from data.config import or_known
 from data.target import read_target_head
 from train.config import TrainConfig
 from train.head import packed_attention
+from train.launch import start_accelerator
 from train.loss import CPU_CHUNK_ROWS, GPU_CHUNK_ROWS
 from train.plain import plain_loss
 from train.plan import Step, split_cache
-from train.setup import Run, new_head, prepare, start_accelerator
+from train.setup import Run, new_head, prepare
 from train.step import batch_loss, train_step
 
 log = logging.getLogger(__name__)

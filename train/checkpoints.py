@@ -3,7 +3,7 @@
 RUN/steps/000120/
     head.safetensors      the head's tensors under the names that engines load
     config.json           its LlamaConfig
-    training_state.pt     AdamW moments, plain tensors (or state/, written by DeepSpeed)
+    moments.safetensors   AdamW's, as exp_avg.NAME and exp_avg_sq.NAME
     checkpoint.json       step, acceptance, fingerprint of the target, settings
 RUN/best.json             {"step": ..., "acceptance_length": ...}
 """
@@ -24,9 +24,11 @@ from data.files import atomic_folder, read_json, sha256, write_json
 from train.acceptance import HeldoutEstimate
 from train.config import TrainConfig
 from train.head import DraftHead
+from train.sharding import set_master_weights, set_moments, whole_moments, whole_weights
 
 FORMAT_VERSION = 1
 RECORD = "checkpoint.json"
+WEIGHTS, MOMENTS = "head.safetensors", "moments.safetensors"
 COMMAND = "python -m scripts.train_head"
 # Settings that may differ when a run goes on: they change no update, at most its rounding.
 FREE_SETTINGS = {"features", "out", "micro_batch_tokens", "save_every", "keep", "log_every"}
@@ -94,49 +96,35 @@ def save_checkpoint(
 
     record: what checkpoint.json will hold, with "step"; RUN/best.json decides what is kept
     """
-    folder = run / "steps" / f"{record['step']:06d}"
-    partial = folder.with_name(f"{folder.name}.partial")
-    state = accelerator.get_state_dict(head)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        # The engine writes its own partitions, from every process.
-        accelerator.save_state(str(partial / "state"))
-        accelerator.wait_for_everyone()
+    weights = whole_weights(accelerator, head)
+    moments = whole_moments(accelerator, head, optimizer)
     if accelerator.is_main_process:
-        with atomic_folder(folder) as tmp:
-            if (partial / "state").is_dir():
-                (partial / "state").rename(tmp / "state")
-            else:
-                torch.save(optimizer.state_dict(), tmp / "training_state.pt")
-            tensors = {name: t.detach().float().cpu().contiguous() for name, t in state.items()}
-            save_file(tensors, tmp / "head.safetensors")
+        with atomic_folder(run / "steps" / f"{record['step']:06d}") as tmp:
+            save_file({n: t.cpu().contiguous() for n, t in weights.items()}, tmp / WEIGHTS)
+            save_file(moments, tmp / MOMENTS)
             accelerator.unwrap_model(head).config.save_pretrained(tmp)
             write_json(tmp / RECORD, {"format_version": FORMAT_VERSION, **record})
-        shutil.rmtree(partial, ignore_errors=True)
         _forget_old(run, keep=keep)
     accelerator.wait_for_everyone()
 
 
+def load_weights(checkpoint: Path, head: DraftHead) -> None:
+    """Load a checkpoint's weights into a head that no launcher has wrapped yet."""
+    head.load_state_dict(load_file(checkpoint / WEIGHTS))
+
+
 def restore(
-    checkpoint: Path, *, accelerator: Accelerator, head: torch.nn.Module, optimizer
+    checkpoint: Path,
+    *,
+    accelerator: Accelerator,
+    head: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Load weights and optimizer of a checkpoint into what `save_checkpoint` was given."""
+    """Load the optimizer's state, after `load_weights` and the wrapping of both. Collective."""
+    moments, step = load_file(checkpoint / MOMENTS), load_record(checkpoint)["step"]
+    set_moments(accelerator, head, optimizer, moments, step=step)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        if not (checkpoint / "state").is_dir():
-            raise ValueError(
-                f"{checkpoint} was not written under DeepSpeed, so it has no engine state to go "
-                f"on from. Launch as before, or train into another folder (out=...)."
-            )
-        accelerator.load_state(str(checkpoint / "state"))
-        return
-    if not (checkpoint / "training_state.pt").is_file():
-        raise ValueError(
-            f"{checkpoint} was written under DeepSpeed and can only go on under it. Launch as "
-            f"before, or train into another folder (out=...)."
-        )
-    weights = load_file(checkpoint / "head.safetensors")
-    accelerator.unwrap_model(head).load_state_dict(weights)
-    state = torch.load(checkpoint / "training_state.pt", map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(state)
+        set_master_weights(accelerator, head, load_file(checkpoint / WEIGHTS))
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -182,7 +170,7 @@ def load_head(checkpoint: Path) -> tuple[DraftHead, dict]:
     """The trained head in float32, and its record."""
     record = load_record(checkpoint)
     head = DraftHead(LlamaConfig.from_pretrained(checkpoint))
-    head.load_state_dict(load_file(checkpoint / "head.safetensors"))
+    head.load_state_dict(load_file(checkpoint / WEIGHTS))
     return head.eval(), record
 
 

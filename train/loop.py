@@ -22,10 +22,11 @@ from train.checkpoints import (
     save_checkpoint,
 )
 from train.config import TrainConfig
-from train.head import DraftHead
-from train.metrics import Metrics, describe_run
+from train.launch import start_accelerator
+from train.metrics import Metrics, describe_run, refuse_missing_tracker
 from train.plan import Step, learning_rate, plan_steps, split_cache
-from train.setup import Run, new_head, prepare, refuse_another_target, start_accelerator
+from train.setup import Run, new_head, prepare, refuse_another_target
+from train.sharding import whole_head
 from train.step import train_step
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ def fit(config: TrainConfig) -> float:
     Raises ValueError for settings, cache or checkpoint that do not fit together,
     FileNotFoundError for a missing cache, RuntimeError for a loss that is not finite.
     """
+    refuse_missing_tracker(config.tracker)
     accelerator = start_accelerator(config)
     out = Path(config.out)
     cache = FeatureCache(Path(config.features))
@@ -133,8 +135,8 @@ def run_steps(run: Run, steps: list[Step]) -> None:
 
 def estimate(run: Run) -> HeldoutEstimate:
     """Acceptance on the held-out documents of all processes, known to every one of them."""
-    model: DraftHead = run.accelerator.unwrap_model(run.head)
+    head = whole_head(run.accelerator, run.head)
     own = chain_acceptance(
-        model, run.target_head, run.documents, num_steps=run.config.heldout.num_steps
+        head, run.target_head, run.documents, num_steps=run.config.heldout.num_steps
     )
     return HeldoutEstimate.joined(gather_object([own]))

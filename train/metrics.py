@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -138,6 +139,15 @@ class Metrics:
         if "heldout" in row:
             numbers = {"acceptance_length": row["heldout"]["acceptance_length"]}
         self.accelerator.log(numbers, step=row["step"])
+
+
+def refuse_missing_tracker(tracker: str | None) -> None:
+    """Raise ValueError that says what to install."""
+    if tracker and find_spec(tracker) is None:
+        raise ValueError(
+            f"tracker={tracker} needs a package that is not installed: "
+            f"pip install -e '.[{tracker}]'. Without it metrics.jsonl has the same numbers."
+        )
 
 
 def describe_run(

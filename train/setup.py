@@ -1,21 +1,18 @@
-"""What a run needs before its first step: the processes, the head, the optimizer, the documents."""
+"""What a run needs before its first step: the head, the optimizer, the held-out documents."""
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, parse_flag_from_env
+from accelerate.utils import DistributedType
 
 from data.cache import FeatureCache
 from data.config import TargetConfig
 from data.fingerprint import fingerprint, fingerprint_differences
-from data.memory import keep_freed_pages
-from data.processes import runs_on_cpu
 from data.target import TargetHead, load_config
 from train.acceptance import HeldoutDocument, prepare_document
-from train.checkpoints import restore
+from train.checkpoints import load_weights, restore
 from train.config import TrainConfig
 from train.head import DraftHead, draft_config
 from train.initialise import initialise
@@ -34,25 +31,6 @@ class Run:
     head: torch.nn.Module  # as accelerate wrapped it
     optimizer: torch.optim.Optimizer
     documents: list[HeldoutDocument]  # this process's share
-
-
-def start_accelerator(config: TrainConfig) -> Accelerator:
-    """Join the launch. Raises ValueError for a tracker that is not installed."""
-    if config.tracker and find_spec(config.tracker) is None:
-        raise ValueError(
-            f"tracker={config.tracker} needs a package that is not installed: "
-            f"pip install -e '.[{config.tracker}]'. Without it metrics.jsonl has the same numbers."
-        )
-    # cpu=True would switch DeepSpeed off, which finds its device by itself.
-    on_cpu = runs_on_cpu() and not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-    accelerator = Accelerator(
-        cpu=on_cpu,
-        gradient_accumulation_steps=1,
-        log_with=config.tracker,
-        project_dir=config.out,
-    )
-    keep_freed_pages(accelerator.device)
-    return accelerator
 
 
 def refuse_another_target(target: TargetConfig, cache: FeatureCache) -> None:
@@ -90,7 +68,9 @@ def prepare(
     checkpoint: Path | None,
 ) -> Run:
     """Start values, optimizer and wrapping of `head`, or what `checkpoint` holds of them."""
-    if not checkpoint:
+    if checkpoint:
+        load_weights(checkpoint, head)
+    else:
         initialise(head, config, target_head, cache, training)
     loss_head = target_head
     if config.loss.vocab:

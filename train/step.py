@@ -1,6 +1,5 @@
 """One optimizer step: the same update however its sequences are cut and shared out."""
 
-import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -9,6 +8,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from data.batches import PackedBatch, add_noise
 from data.files import write_json
@@ -44,9 +44,8 @@ def train_step(run: Run, step: Step, micro_batches: list[PackedBatch]) -> tuple[
             scale = accelerator.num_processes / step.num_supervised
             accelerator.backward(loss.loss * scale)
     norm = accelerator.clip_grad_norm_(run.head.parameters(), run.config.max_grad_norm)
-    grad_norm = float(norm if norm is not None else math.nan)
-    if not is_deepspeed:  # its engine has stepped already
-        stop_if_not_finite(torch.tensor(grad_norm), "gradient", run, step)
+    grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    stop_if_not_finite(torch.tensor(grad_norm), "gradient", run, step)
     run.optimizer.step()
     run.optimizer.zero_grad()
     return sums[:3], grad_norm
