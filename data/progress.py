@@ -37,11 +37,11 @@ def log_time(
         num_tokens(plan, tokens, [index for index in todo if index % world == rank])
         for rank in range(world)
     ]
-    share = "" if world == 1 else f", {max(parts):,} of them in one of {world} processes,"
+    of_all = "" if world == 1 else f"{sum(parts):,} tokens on {world} processes; the busiest has "
     log.info(
-        "time: %s tokens%s / %s tokens/s (%s, %s, batches of %s tokens) = about %s",
-        f"{sum(parts):,}",
-        share,
+        "time: %s%s tokens / %s tokens/s (%s, %s, batches of %s tokens) = about %s",
+        of_all,
+        f"{max(parts):,}",
         f"{rate:,.0f}",
         target.place,
         target.dtype,
