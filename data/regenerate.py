@@ -76,7 +76,12 @@ def _regenerate(config: RegenerateConfig, out: Path, part: Path, tokenizer: Any)
             endpoint=config.endpoint,
             counts=counts,
         )
-        log.info("%s is finished. Next: python -m scripts.dump_features dataset=%s", out, out)
+        log.info(
+            "%s is finished. Next: python -m scripts.dump_features target=%s dataset=%s",
+            out,
+            config.target.path,
+            out,
+        )
     os.truncate(part, 0)  # the record is written: from now on it is not needed
 
 

@@ -46,7 +46,9 @@ def write_chats(dataset: DatasetConfig, replies: ReplyLog, out: Path) -> dict[st
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
         if not outcome.kept:
             raise ValueError(
-                f"No reply could be kept, so there is nothing to write.\n{outcome.chats.summary()}"
+                "No reply could be kept, so there is nothing to write.\n"
+                f"{outcome.chats.summary()}\n"
+                "Give them more room (max_new_tokens, max_length), and another out=FILE."
             )
     log.info("written: %s", outcome.chats.summary())
     share = outcome.not_reproduced / max(outcome.kept + outcome.not_reproduced, 1)
