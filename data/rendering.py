@@ -26,6 +26,10 @@ from data.template import (
 
 BATCH = 64  # conversations tokenised in one call
 CHARS_PER_TOKEN = 6  # more than most texts have
+CONTEXT = 8  # tokens decoded with one, as what stands before it may change what it means
+# What a piece is tokenised after: some tokenizers begin a text, or each text after a marker, with a
+# space that is not there; and a lead may melt into the piece, so there are several.
+LEADS = ("", "\n", "x")
 
 
 @dataclass(frozen=True)
@@ -143,17 +147,21 @@ def _sequence(
     mask, reaching_in = _mask(text, offsets)
     written_out = _written_out(text, ids, offsets, control_tokens(tokenizer))
     for token in sorted(reaching_in.keys() | written_out, reverse=True):  # indices before it hold
-        start, end = offsets[token]
+        first, stop = _run(offsets, token)
+        start, end = offsets[first][0], offsets[stop - 1][1]
         cut = reaching_in.get(token, start + 1)  # half a control token is none
-        halves = _cut(tokenizer, ids, token, [text.text[start:cut], text.text[cut:end]])
-        if halves:
+        parts = [text.text[start:cut], text.text[cut:end]]
+        before = ids[_run(offsets, max(first - CONTEXT, 0))[0] : first]
+        if halves := _cut(tokenizer, before, ids[first:stop], parts):
             left, right = halves
-            is_reply = [token in reaching_in or mask[token]] * len(right)
-            mask[token : token + 1] = [mask[token]] * len(left) + is_reply
-            ids[token : token + 1] = left + right
+            is_reply = token in reaching_in or mask[token]
+            mask[first:stop] = [mask[first]] * len(left) + [is_reply] * len(right)
+            ids[first:stop] = left + right
         elif token in written_out:
             notes["control token in the text that cannot be spelled out"] = None
             return None
+        else:
+            notes["first token of a reply that cannot be parted from the prompt"] = None
     if written_out:
         notes["control token in the text spelled out"] = None
     ids, mask = ids[:max_length], mask[:max_length]
@@ -189,13 +197,27 @@ def _written_out(
     return found
 
 
+def _run(offsets: Sequence[Span], token: int) -> tuple[int, int]:
+    """[first, last) token around one that between them have whole characters."""
+    first, stop = token, token + 1
+    while first > 0 and offsets[first - 1][1] > offsets[first][0]:
+        first -= 1
+    while stop < len(offsets) and offsets[stop][0] < offsets[stop - 1][1]:
+        stop += 1
+    return first, stop
+
+
 def _cut(
-    tokenizer: Any, ids: list[int], token: int, parts: list[str]
+    tokenizer: Any, before: list[int], ids: list[int], parts: list[str]
 ) -> tuple[list[int], list[int]] | None:
-    """The ids of a token's two parts; None if they do not stand for the same text here."""
-    # After a control token, because some tokenizers begin a text with a space that is not there.
-    marker = tokenizer.eos_token or ""
-    skip = len(encode(tokenizer, [marker])[0].ids)
-    left, right = (e.ids[skip:] for e in encode(tokenizer, [marker + part for part in parts]))
-    spelled = [*ids[:token], *left, *right, *ids[token + 1 :]]
-    return (left, right) if tokenizer.decode(spelled) == tokenizer.decode(ids) else None
+    """The ids of the two parts of a text; None if they do not stand for what `ids` does here."""
+    known = tokenizer.decode(before)
+    # Some markers swallow the space after them, so that only the spelling has it.
+    same = (tokenizer.decode(before + ids), known + "".join(parts))
+    for lead in LEADS:
+        lead = f"{tokenizer.eos_token or ''}{lead}"
+        skip = len(encode(tokenizer, [lead])[0].ids)
+        left, right = (e.ids[skip:] for e in encode(tokenizer, [lead + part for part in parts]))
+        if tokenizer.decode(before + left + right) in same:
+            return left, right
+    return None

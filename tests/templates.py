@@ -139,11 +139,12 @@ OTHER_END_IN_HISTORY = (
 )
 
 MARKERS = [BOS, EOS, END, "<|start|>", "<|header|>", "<|user|>", "<|assistant|>"]
-# Enough of each for merges across line ends, brackets and spaces.
+# Enough of each for merges across line ends, brackets and spaces, and within characters.
 TEXT = [
     "yes no the cat\n\nsits on] (the mat)\n\n  Yes.\n",
     "assistant\n\nuser\n",
     "[INST] [/INST] ",
+    " 👍 🙂 🎉 ≠ 世\n🙂👍",
 ]
 
 
@@ -174,13 +175,13 @@ def byte_level(
     return _wrap(tokenizer, template, rstrip=rstrip, special=special)
 
 
-def metaspace(template: str, *, prepend: str = "first"):
+def metaspace(template: str, *, prepend: str = "first", all_bytes: bool = True):
     """Llama 2's kind: a space begins each word, also one that the text lacks at its start."""
     learned = Tokenizer(models.BPE())
     learned.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
     learned.train_from_iterator(TEXT * 9, trainers.BpeTrainer(vocab_size=90, show_progress=False))
     model = json.loads(learned.to_str())["model"]
-    names = [*model["vocab"], "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    names = [*model["vocab"], "<unk>", *(f"<0x{b:02X}>" for b in range(256) if all_bytes)]
     tokenizer = Tokenizer(
         models.BPE(
             vocab={name: i for i, name in enumerate(names)},

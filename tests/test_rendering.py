@@ -126,8 +126,8 @@ def test_control_token_in_a_turn_stays_text(kind, marker):
 
 
 def test_chat_whose_control_token_cannot_be_spelled_out_is_dropped_and_counted():
-    """Some tokenizers put a space before any text that is tokenised alone."""
-    tokenizer = metaspace(TEMPLATES["mistral"], prepend="always")
+    """A tokenizer without a token for each byte has none for each character of its markers."""
+    tokenizer = metaspace(TEMPLATES["mistral"], all_bytes=False)
     counts = Counts(read=2)
     chats = [chat("a", f"the {EOS} cat"), chat("a", "the cat")]
     sequences = list(render_all(tokenizer, chats, max_length=LONG, counts=counts))
