@@ -204,6 +204,11 @@ def describe_run(
         accelerator.device,
         f", going on after step {start}" if start else "",
     )
+    if config.unroll > 1:
+        log.info(
+            "unroll: each pair is drafted %d steps ahead, on the head's own features after the first",
+            config.unroll,
+        )
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     write_json(
