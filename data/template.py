@@ -207,6 +207,11 @@ def _last_reply(tokenizer: Any, name: str, turns: Sequence[Turn], frame: _Frame)
     markers = [tokenizer.added_tokens_decoder[id].content for id in control_tokens(tokenizer)]
     if any(marker in turn.text for marker in markers for turn in turns):
         return None
+    # If the change is in another turn, then what the template writes before this one is its own.
+    for written in _trimmed(turns[-1].text):
+        if text.endswith(frame.literals[-2] + written, 0, end):
+            start = end - len(written) - frame.lead
+            break
     return ChatText(name, text, [], [(start, end + frame.end)])
 
 
