@@ -130,5 +130,6 @@ def target_dtype(config: TargetConfig, loaded: PretrainedConfig) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if dtype not in DTYPES:
         known = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-        raise ValueError(f"target.dtype is {name}, expected auto, {known}.")
+        own = f" ({config.path} has {name})" if config.dtype == "auto" else ""
+        raise ValueError(f"target.dtype is {config.dtype}{own}, expected auto, {known}.")
     return dtype

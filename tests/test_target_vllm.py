@@ -40,18 +40,16 @@ def run(*command: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.engine
-@needs_vllm
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "granite", "olmo2"])
-def test_vllm_gives_the_features_of_transformers(model_type, tmp_path):
-    """Also in a batch of more tokens than vLLM computes in one step, and over a sliding window."""
-    path = randomise_norms(save_tiny_target(tmp_path / "target", engine_config(model_type)))
+def assert_vllm_gives_the_features_of_transformers(
+    path: Path, folder: Path, *, tensor_parallel: int = 1
+) -> None:
+    """In batches of more tokens than vLLM computes in one step; and its check notices damage."""
     lengths = torch.tensor([40, 33, 16, 1])
     input_ids = torch.randint(0, 259, (4, 40), generator=torch.Generator().manual_seed(0))
-    save_file({"input_ids": input_ids, "lengths": lengths}, tmp_path / "in.safetensors")
+    save_file({"input_ids": input_ids, "lengths": lengths}, folder / "in.safetensors")
 
-    files = [str(tmp_path / name) for name in ("in.safetensors", "out.safetensors")]
-    result = run("tests.vllm_child", str(path), *files)
+    files = [str(folder / name) for name in ("in.safetensors", "out.safetensors")]
+    result = run("tests.vllm_child", str(path), *files, str(tensor_parallel))
 
     assert result.returncode == 0, result.stderr[-3000:]
     out = load_file(files[1])
@@ -61,6 +59,25 @@ def test_vllm_gives_the_features_of_transformers(model_type, tmp_path):
         assert not row[count:].any()
     assert out["refused"] == 1
     assert not Path(result.stdout.splitlines()[-1]).exists()
+
+
+@pytest.mark.engine
+@needs_vllm
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "granite", "olmo2"])
+def test_vllm_gives_the_features_of_transformers(model_type, tmp_path):
+    path = randomise_norms(save_tiny_target(tmp_path / "target", engine_config(model_type)))
+    assert_vllm_gives_the_features_of_transformers(path, tmp_path)
+
+
+@pytest.mark.engine
+@needs_vllm
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processor cores")
+def test_a_target_cut_over_two_processes_gives_the_same_features(tmp_path, monkeypatch):
+    config = family_config("llama", hidden_size=128, head_dim=32)
+    path = randomise_norms(save_tiny_target(tmp_path / "target", config))
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+    assert_vllm_gives_the_features_of_transformers(path, tmp_path, tensor_parallel=2)
 
 
 @pytest.mark.engine
