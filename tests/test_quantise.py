@@ -196,6 +196,7 @@ def test_little_data_is_calibrated_on_two_thirds_of_it():
 
 def test_an_int8_cache_reads_as_what_the_target_gave(finished, target_path):
     cache = FeatureCache(finished)
+    channel_scale = cache.calibration.channel_scale
     target = load_target(TargetConfig(path=str(target_path), device="cpu"))
     assert cache.dtype == torch.float32
     for index in range(len(cache)):
@@ -203,6 +204,9 @@ def test_an_int8_cache_reads_as_what_the_target_gave(finished, target_path):
         features = target.features(sequence.input_ids[None])[0]
         assert sequence.features.dtype == torch.float32
         assert (sequence.features - features).norm() < 0.01 * features.norm()
+        # Rounded once, from what the target gave, and not by way of bfloat16.
+        rounded = dequantise(*quantise(features, channel_scale), channel_scale)
+        assert (sequence.features - rounded).norm() < 0.001 * features.norm()
 
 
 def test_both_formats_hold_the_same_tokens(finished, plain):
@@ -344,7 +348,12 @@ def test_a_target_in_float16_is_compared_with_float16(make_config, tmp_path, tar
     assert costs["int8"]["error"] > 0
 
 
-def test_a_feature_that_is_not_finite_is_refused_before_it_is_quantised(make_config, tmp_path):
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_feature_that_is_not_finite_is_refused(sampled, make_config, tmp_path, monkeypatch):
+    """Before anything is written that it spoils, also where the calibration has not seen it."""
+    if not sampled:
+        monkeypatch.setattr(calibration, "CALIBRATION_TOKENS", 100)
+        monkeypatch.setattr(calibration, "HELDOUT_TOKENS", 100)
     target = save_tiny_target(tmp_path / "target", tiny_llama_config(tie_word_embeddings=False))
     state = load_file(target / "model.safetensors")
     token = json.loads((target / "tokenizer.json").read_text())["model"]["vocab"]["z"]
@@ -360,7 +369,8 @@ def test_a_feature_that_is_not_finite_is_refused_before_it_is_quantised(make_con
     )
     with pytest.raises(ValueError, match=r"not finite in torch.float32: .* 'chat17_0'"):
         dump(config)
-    assert not list((tmp_path / "cache").glob("calibration*"))
+    assert (tmp_path / "cache" / "calibration.json").exists() != sampled
+    assert not (tmp_path / "cache" / "manifest.json").exists()
 
 
 def test_another_feature_dtype_is_refused_by_name(make_config, copy):
