@@ -206,7 +206,7 @@ def describe_run(
     )
     if config.unroll > 1:
         log.info(
-            "unroll: each pair is drafted %d steps ahead, on the head's own features after the first",
+            "unroll: each pair is drafted %d steps ahead, from step 2 on the head's own features",
             config.unroll,
         )
     out = Path(config.out)
