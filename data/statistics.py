@@ -232,7 +232,7 @@ def summary(statistics: Statistics) -> str:
         f"{percent(s.at_max_length / s.sequences)} of the sequences at max_length\n"
         f"mask: {percent(s.share)} of the tokens supervised; of a sequence, median "
         f"{s.shares.median} %, nine in ten between {s.shares.p5} and {s.shares.p95} %\n"
-        f"replies: {s.replies:,}, median {s.reply_lengths.median:,} tokens; {_ended(s)}"
+        f"ends: of {s.replies:,} replies, median {s.reply_lengths.median:,} tokens, {_ended(s)}"
     )
 
 

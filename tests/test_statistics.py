@@ -148,7 +148,8 @@ def test_the_table_says_what_was_counted():
         "lengths: 4 to 10 tokens, median 4; 25.0 % of the sequences at max_length\n"
         "mask: 63.6 % of the tokens supervised; of a sequence, median 75.0 %, nine in ten between "
         "50.0 and 75.0 %\n"
-        "replies: 4, median 3 tokens; 100.0 % of those not cut off have an end-of-turn token"
+        "ends: of 4 replies, median 3 tokens, 100.0 % of those not cut off have an end-of-turn "
+        "token"
     )
 
 
