@@ -104,6 +104,10 @@ def as_shards(folder, tensors):
     (folder / "model.safetensors.index.json").write_text(index)
 
 
+def with_an_epsilon_that_was_once_float32(folder, tensors):
+    publish(folder, tensors, rms_norm_eps=float(torch.tensor(1e-6)))
+
+
 def with_zero_bias_and_rope_buffer(folder, tensors):
     extra = {"fc.bias": torch.zeros(32), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     publish(folder, {**tensors, **extra})
@@ -111,7 +115,14 @@ def with_zero_bias_and_rope_buffer(folder, tensors):
 
 @pytest.mark.parametrize(
     "layout",
-    [as_safetensors, with_prefix, as_bin, as_shards, with_zero_bias_and_rope_buffer],
+    [
+        as_safetensors,
+        with_prefix,
+        as_bin,
+        as_shards,
+        with_zero_bias_and_rope_buffer,
+        with_an_epsilon_that_was_once_float32,
+    ],
     ids=lambda layout: layout.__name__,
 )
 def test_a_published_head_is_read_bit_for_bit(tmp_path, head, read, layout):

@@ -6,6 +6,7 @@ sharded): fc.weight, perhaps fc.bias, layers.0.*, perhaps embed_tokens.weight, e
 """
 
 import logging
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from train.head import DraftHead
 log = logging.getLogger(__name__)
 EXPORTED = "eagle_head.json"
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-FIELDS = (*SIZES, "intermediate_size", "num_hidden_layers", "hidden_act", "rms_norm_eps")
+FIELDS = (*SIZES, "intermediate_size", "num_hidden_layers", "hidden_act")
 EMBEDDING_ROWS = 8192  # compared at once
 
 
@@ -116,6 +117,9 @@ def _config_problems(config: LlamaConfig, expected: LlamaConfig) -> list[str]:
         if theirs != ours:
             how = f"; head.intermediate_size={theirs} fits" if field == "intermediate_size" else ""
             problems.append(f"config.json has {field} {theirs}, this target's head has {ours}{how}")
+    theirs, ours = config.rms_norm_eps, expected.rms_norm_eps
+    if not math.isclose(theirs, ours, rel_tol=1e-6):  # GGUF files hold it in float32
+        problems.append(f"config.json has rms_norm_eps {theirs}, this target's head has {ours}")
     # Scaling that changes no angle, or defaults written out, are no difference.
     if config.head_dim == expected.head_dim and not _same_rope(config, expected):
         problems.append(
