@@ -146,7 +146,7 @@ class RegenerateConfig:
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0  # sample from the likeliest tokens that hold this share; 1: from all
     seed: int = 0  # each reply is drawn from seed, id of the chat and number of the reply alone
-    max_new_tokens: int = 512  # tokens of one reply; a chat ends before a reply that needs more
+    max_new_tokens: int = 1024  # tokens of one reply; a chat ends before a reply that needs more
     max_length: int = 2048  # tokens of a chat; it ends before the reply that does not fit
     # Tokens of one batch, replies included; null: 8192 on CPU, 65536 else. No endpoint only.
     batch_tokens: int | None = None

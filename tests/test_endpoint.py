@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -151,6 +152,12 @@ def test_no_server_is_an_error_that_says_how_to_start_one(make_config, tmp_path)
     with pytest.raises(RuntimeError, match=r"No server answers at http://.*:9/v1 .*vllm serve"):
         regenerate(make_config(nobody))
     assert not list(tmp_path.iterdir())
+
+
+def test_without_the_package_the_extra_is_named(server, make_config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)  # as if it were not installed
+    with pytest.raises(ValueError, match=r"pip install -e '.\[endpoint\]'"):
+        regenerate(make_config(server))
 
 
 def test_a_wrong_address_or_key_is_an_error_that_says_what_is_expected(
