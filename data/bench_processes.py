@@ -58,12 +58,13 @@ def two_against_one(out: Path, target: TargetConfig, shards: Sequence[int]) -> f
             barrier.wait(PATIENCE)
             seconds[name].append(time.perf_counter() - began)
             log.info("%s process%s: %.1f s", name, "" if name == "one" else "es", seconds[name][-1])
+        for worker in workers:
+            worker.join()
     except threading.BrokenBarrierError as error:
         raise RuntimeError("A process of the benchmark has failed; see its message.") from error
     finally:
         for worker in workers:
-            worker.terminate()
-            worker.join()
+            worker.terminate()  # does nothing to one that has ended
     return sum(seconds["one"]) / sum(seconds["two"])
 
 
