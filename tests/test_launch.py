@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
+from data.cache import FeatureCache
 from tests.training import (
     assert_same_run,
     command,
@@ -159,3 +160,33 @@ def test_launches_that_cannot_work_are_refused_by_name():
     for name in tried:
         assert f"{name} -> Training does not work with {name}" in output, output
     assert output.count("(fsdp2.yaml)") == len(tried)
+
+
+@pytest.mark.parametrize("file", ["ddp.yaml", "zero2.yaml"])
+def test_a_loss_that_is_not_finite_on_one_process_stops_all(cache_path, tmp_path, file):
+    """One sequence is damaged, on one process: none waits for it, and one writes the list."""
+    need(file)
+    damaged = shutil.copytree(cache_path, tmp_path / "damaged")
+    shard = damaged / "shards" / "00000.safetensors"
+    tensors = load_file(shard)
+    tensors["features"][: int(tensors["offsets"][1])] = float("nan")  # the first sequence
+    save_file(tensors, shard)
+    config = small_run(damaged, tmp_path / "run")
+    process = start(command(config, *launch(file, "--num_processes", "2")))
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 1
+    record = json.loads((tmp_path / "run" / "nonfinite.json").read_text())
+    assert FeatureCache(damaged).ids[0] in record["conversations"]
+    assert f"error: The loss of step {record['step']} is not finite" in output
+
+
+@pytest.mark.parametrize("what", ["dies", "hangs"])
+def test_a_process_that_dies_or_hangs_ends_the_others_with_a_message(cache_path, tmp_path, what):
+    """It hangs for ten minutes, and the other one waits for 15 seconds."""
+    arguments = ["-m", "tests.lame_rank", what, str(cache_path), str(tmp_path / "run")]
+    process = start([*launch("ddp.yaml"), *arguments])
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode != 0
+    assert "The same command goes on from the newest checkpoint" in output
+    if what == "hangs":
+        assert "Process 0 of 2 has lost another one, or waited 0:00:15 for it" in output

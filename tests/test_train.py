@@ -19,6 +19,7 @@ from train.loop import fit
 from train.loss import distillation_loss
 from train.plain import plain_loss
 from train.plan import learning_rate
+from train.step import NotFiniteError
 from train.vocabulary import reply_token_counts
 
 
@@ -64,6 +65,12 @@ def test_a_non_finite_loss_stops_before_the_update_and_names_the_conversations(c
         fit(replace(config, lr=1e30, max_grad_norm=1e30, warmup=0.0, max_steps=50))
     record = json.loads((Path(config.out) / "nonfinite.json").read_text())
     assert record["conversations"]
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_update(config):
+    """The loss is below 1e38, but the squares in the gradient's norm are not."""
+    with pytest.raises(NotFiniteError, match=r"gradient of step 1 is not finite.*nonfinite.json"):
+        fit(replace(config, loss=LossConfig(l1_weight=1e30)))
 
 
 def test_a_start_by_regression_predicts_before_any_training(config, cache, tmp_path):

@@ -13,6 +13,17 @@ INITS = ("random", "regression")
 INPUTS = ("feature_token", "token", "feature")
 
 
+def flat(settings: dict, prefix: str = "") -> dict[str, object]:
+    """Nested settings under their dotted names, as on the command line; tuples become lists."""
+    found: dict[str, object] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
 @dataclass
 class HeadConfig:
     """The shape of the head. Everything else about it comes from the target."""
@@ -71,6 +82,9 @@ class TrainConfig:
     unroll: int = 1  # steps that each position is drafted ahead, on the head's own features (HASS)
     seed: int = 0
     save_every: int | None = None  # steps between checkpoints and estimates; null: a tenth
+    # Stop after this many estimates in a row that do not beat the best; null: train to the end. The
+    # learning rate is planned for the whole run: one that stops early has not decayed.
+    patience: int | None = None
     keep: int = 2  # newest checkpoints kept, besides the best
     log_every: int = 10  # optimizer steps between lines
     tracker: str | None = None  # wandb or tensorboard, beside metrics.jsonl
@@ -87,6 +101,15 @@ class TrainConfig:
                 "cannot. Leave one of them out (head.init=random where a recipe sets it)."
             )
         one_of("tracker", self.tracker, (None, *TRACKERS))
+        for name in ("patience", "save_every", "keep", "log_every"):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{name} is {value}, but must be at least 1.")
+        if self.patience and self.heldout.share == 0:
+            raise ValueError(
+                f"patience={self.patience} waits for estimates, but heldout.share=0 makes none. "
+                "Leave one of them out."
+            )
 
 
 @dataclass

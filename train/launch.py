@@ -3,10 +3,13 @@
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import (
+    DistributedDataParallelKwargs,
     DistributedType,
     DynamoBackend,
     FullyShardedDataParallelPlugin,
@@ -43,7 +46,8 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
         gradient_accumulation_steps=1,
         log_with=config.tracker,
         project_dir=config.out,
-        kwargs_handlers=[group],
+        # The head's only buffer is RoPE's, which never changes.
+        kwargs_handlers=[group, DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
     launch = process_state()  # raises if the processes of this launch do not see each other
     wants_fsdp = parse_flag_from_env("ACCELERATE_USE_FSDP")
@@ -55,6 +59,22 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
         raise ValueError(f"Training does not work with {' and '.join(wrong)}. {SUPPORTED}")
     keep_freed_pages(accelerator.device)
     return accelerator
+
+
+@contextmanager
+def telling_lost_processes(accelerator: Accelerator, *, hint: str) -> Iterator[None]:
+    """Turn what a backend says when a process is gone, or late by TIMEOUT, into a plain message."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise RuntimeError(
+            f"Process {accelerator.process_index} of {accelerator.num_processes} has lost another "
+            f"one, or waited {TIMEOUT} for it. What that one printed says why; here it was: "
+            f"{reason}\n{hint}"
+        ) from error
 
 
 def _unsupported(accelerator: Accelerator) -> Iterator[str]:

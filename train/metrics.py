@@ -1,14 +1,12 @@
-"""What a run says of itself: the first lines, the progress lines, and metrics.jsonl."""
+"""The figures of a run: progress lines, metrics.jsonl and a tracker."""
 
 import json
 import logging
 import resource
-import subprocess
 import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,14 +14,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from data.cache import FeatureCache
-from data.files import write_json
-from data.origin import describe_replies
-from data.quantise import Cost
+from data.files import atomic_write, writing
 from train.acceptance import HeldoutEstimate
-from train.config import TrainConfig
-from train.head import DraftHead
-from train.plan import Step, chats_of
+from train.config import TrainConfig, flat
+from train.plan import Step
 
 log = logging.getLogger(__name__)
 
@@ -32,24 +26,22 @@ class Metrics:
     """Collects the figures of a run; lines go to the log, metrics.jsonl and the tracker."""
 
     def __init__(
-        self, out: Path, accelerator: Accelerator, config: TrainConfig, *, start: int, total: int
+        self, accelerator: Accelerator, config: TrainConfig, *, run_id: str, start: int, total: int
     ) -> None:
+        """Goes on after step `start`. run_id: what a tracker knows the run by"""
         self.accelerator = accelerator
-        self.file = out / "metrics.jsonl"
+        self.file = Path(config.out) / "metrics.jsonl"
         self.acceptance: HeldoutEstimate | None = None
         self._start, self._total = start, total
         self._began = time.monotonic()
         self._rows: list[dict] = []
         self._seconds = self._waited = 0.0
         self._supervised = 0
+        self._elapsed_before = 0.0
         if accelerator.is_main_process:
-            _forget_after(self.file, start)
+            self._elapsed_before = _forget_after(self.file, start)
         if config.tracker:
-            accelerator.init_trackers(
-                "draft-head",
-                config=_flat_config(config),
-                init_kwargs={"wandb": {"dir": str(out), "name": out.name}},
-            )
+            _start_tracker(accelerator, config, run_id=run_id, start=start)
 
     def add(
         self,
@@ -82,10 +74,10 @@ class Metrics:
         self._waited += waited
         self._supervised += step.num_supervised
 
-    def add_acceptance(self, step: int, estimate: HeldoutEstimate) -> None:
-        """Note a held-out estimate."""
+    def add_acceptance(self, step: int, estimate: HeldoutEstimate, *, best: float) -> None:
+        """Note a held-out estimate. best: the highest acceptance length, this one included"""
         self.acceptance = estimate
-        self._write({"step": step, "heldout": estimate.to_json()})
+        self._write({"step": step, "heldout": estimate.to_json(), "best_acceptance_length": best})
         if self.accelerator.is_main_process:
             log.info(
                 "step %d: held-out acceptance length %s (α %s; sampling %s; %d positions)",
@@ -132,12 +124,13 @@ class Metrics:
         return timedelta(seconds=round(pace * (self._total - step)))
 
     def _write(self, row: dict) -> None:
+        row["elapsed"] = self._elapsed_before + time.monotonic() - self._began
         if self.accelerator.is_main_process:
-            with self.file.open("a", encoding="utf-8") as f:
+            with writing(self.file), self.file.open("a", encoding="utf-8") as f:
                 f.write(json.dumps(row) + "\n")
         numbers = {k: v for k, v in row.items() if k != "step" and isinstance(v, int | float)}
         if "heldout" in row:
-            numbers = {"acceptance_length": row["heldout"]["acceptance_length"]}
+            numbers["acceptance_length"] = row["heldout"]["acceptance_length"]
         self.accelerator.log(numbers, step=row["step"])
 
 
@@ -148,80 +141,6 @@ def refuse_missing_tracker(tracker: str | None) -> None:
             f"tracker={tracker} needs a package that is not installed: "
             f"pip install -e '.[{tracker}]'. Without it metrics.jsonl has the same numbers."
         )
-
-
-def describe_run(
-    config: TrainConfig,
-    cache: FeatureCache,
-    head: DraftHead,
-    training: list[int],
-    heldout: list[int],
-    total: int,
-    start: int,
-    accelerator: Accelerator,
-) -> None:
-    """Print what follows from the settings, and write OUT/run.json. Main process only."""
-    pairs = int(cache.num_supervised[training].sum())
-    trainable = sum(parameter.numel() for parameter in head.parameters())
-    shape = head.config
-    log.info(
-        "target %s: hidden size %d, vocabulary %d (frozen, not saved)",
-        cache.fingerprint["path"],
-        shape.hidden_size,
-        shape.vocab_size,
-    )
-    log.info(
-        "head: one Llama-shaped layer whatever the target's family, as both engines build it; "
-        "%d heads, %d kv heads, head_dim %d, width %d, rope %s: %s trainable parameters",
-        shape.num_attention_heads,
-        shape.num_key_value_heads,
-        shape.head_dim,
-        shape.intermediate_size,
-        shape.rope_parameters,
-        f"{trainable:,}",
-    )
-    chats, heldout_chats = chats_of(cache, training), chats_of(cache, heldout)
-    log.info(
-        "data: %d sequences of %d chats to train on with %s supervised pairs, %d of %d held out, "
-        "overlap %d",
-        len(training),
-        len(chats),
-        f"{pairs:,}",
-        len(heldout),
-        len(heldout_chats),
-        len(chats & heldout_chats),
-    )
-    cost = ""
-    if cache.calibration is not None:
-        cost = f" ({Cost(**cache.calibration.record['costs']['int8'])})"
-    log.info("features: %s%s", cache.manifest["feature_dtype"], cost)
-    log.info("replies: %s", describe_replies(cache.manifest.get("replies"), cache.fingerprint))
-    log.info(
-        "run: %d optimizer steps of about %d tokens over %d process(es) on %s%s",
-        total,
-        config.batch_tokens,
-        accelerator.num_processes,
-        accelerator.device,
-        f", going on after step {start}" if start else "",
-    )
-    if config.unroll > 1:
-        log.info(
-            "unroll: each pair is drafted %d steps ahead, from step 2 on the head's own features",
-            config.unroll,
-        )
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(
-        out / "run.json",
-        {
-            "settings": asdict(config),
-            "replies": cache.manifest.get("replies"),
-            "command": [sys.executable, *sys.argv],
-            "processes": accelerator.num_processes,
-            "git": _git_revision(),
-            "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
-        },
-    )
 
 
 def _slashed(rates: list[float]) -> str:
@@ -236,11 +155,34 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _forget_after(file: Path, step: int) -> None:
-    """Drop the lines of steps that will be done again, or a last line that was cut off."""
+def _start_tracker(
+    accelerator: Accelerator, config: TrainConfig, *, run_id: str, start: int
+) -> None:
+    """Start wandb or TensorBoard in the run's folder, or go on with what it has of this run."""
+    out = Path(config.out)
+    settings = {
+        name: value if isinstance(value, int | float | str) else str(value)
+        for name, value in flat(asdict(config)).items()
+    }
+    going_on = start and config.tracker == "tensorboard"  # it would show the settings once more
+    accelerator.init_trackers(
+        "draft-head",
+        config=None if going_on else settings,
+        init_kwargs={
+            "wandb": {"dir": str(out), "name": out.name, "id": run_id, "resume": "allow"},
+            "tensorboard": {"purge_step": start + 1} if start else {},
+        },
+    )
+
+
+def _forget_after(file: Path, step: int) -> float:
+    """Drop the lines of steps that will be done again, or a last line that was cut off.
+
+    Returns the seconds that the run had taken up to the last line that stays.
+    """
     if not file.is_file():
-        return
-    kept = []
+        return 0.0
+    kept, elapsed = [], 0.0
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
@@ -248,17 +190,7 @@ def _forget_after(file: Path, step: int) -> None:
             continue  # the process died while it wrote this line
         if row["step"] <= step:
             kept.append(line + "\n")
-    file.write_text("".join(kept), encoding="utf-8")
-
-
-def _flat_config(config: TrainConfig) -> dict:
-    return {k: v if isinstance(v, int | float | str) else str(v) for k, v in asdict(config).items()}
-
-
-def _git_revision() -> str | None:
-    """The checkout's revision, or None when this is not one."""
-    here = Path(__file__).parent
-    result = subprocess.run(
-        ["git", "-C", str(here), "describe", "--always", "--dirty"], capture_output=True, text=True
-    )
-    return result.stdout.strip() or None if result.returncode == 0 else None
+            elapsed = row["elapsed"]
+    with writing(file), atomic_write(file) as tmp:
+        tmp.write_text("".join(kept), encoding="utf-8")
+    return elapsed

@@ -87,15 +87,24 @@ def batch_loss(run: Run, batch: PackedBatch, epoch: int) -> LossSums:
     return replace(steps[0], loss=torch.stack([step.loss for step in steps]).mean())
 
 
+class NotFiniteError(RuntimeError):
+    """A loss or a gradient is nan or infinite. The weights are those before the step."""
+
+
 def stop_if_not_finite(values: Tensor, what: str, run: Run, step: Step) -> None:
-    """Raise before the update, and leave the step's conversations in OUT/nonfinite.json."""
+    """Raise on every process, and leave the step's conversations in OUT/nonfinite.json.
+
+    values: the same on all processes
+    """
     if torch.isfinite(values).all():
         return
     ids = [run.cache.ids[index] for index in step.sequences]
     file = Path(run.config.out) / "nonfinite.json"
-    write_json(file, {"step": step.number, "what": what, "conversations": ids})
-    raise RuntimeError(
-        f"The {what} of step {step.number} is not finite ({values.tolist()}). The weights before "
-        f"it are unharmed. The step's {len(ids)} conversations are listed in {file}. Check the "
-        f"cache, or lower lr (now {run.config.lr})."
+    if run.accelerator.is_main_process:
+        write_json(file, {"step": step.number, "what": what, "conversations": ids})
+    run.accelerator.wait_for_everyone()  # a launcher ends all processes when the first one ends
+    raise NotFiniteError(
+        f"The {what} of step {step.number} is not finite ({values.tolist()}). The checkpoints "
+        f"before it are unharmed. The step's {len(ids)} conversations are listed in {file}. Check "
+        f"the cache, or lower lr (now {run.config.lr})."
     )
