@@ -26,10 +26,11 @@ from data.template import (
 
 BATCH = 64  # conversations tokenised in one call
 CHARS_PER_TOKEN = 6  # more than most texts have
+FRAME_TOKENS = 4  # fewer than most templates write around a turn
 CONTEXT = 8  # tokens decoded with one, as what stands before it may change what it means
 # What a piece is tokenised after: some tokenizers begin a text, or each text after a marker, with a
-# space that is not there; and a lead may melt into the piece, so there are several.
-LEADS = ("", "\n", "x")
+# space that is not there.
+LEADS = ("", "x")
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _render_batch(
 def _head(turns: Sequence[Turn], max_chars: int | None) -> Sequence[Turn]:
     num_chars = 0
     for number, turn in enumerate(turns, 1):
-        num_chars += len(turn.text)
+        num_chars += len(turn.text) + FRAME_TOKENS * CHARS_PER_TOKEN
         if max_chars is not None and num_chars > max_chars and turn.role == "assistant":
             return turns[:number]
     return turns

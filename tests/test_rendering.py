@@ -1,3 +1,4 @@
+import time
 from itertools import groupby
 
 import pytest
@@ -100,6 +101,20 @@ def test_what_comes_before_a_reply_is_what_a_server_is_given(kind, reply):
     assert sequence.input_ids[: len(prompt)] == prompt
     assert sequence.loss_mask.index(True) == len(prompt)
     assert supervised(tokenizer, sequence) == [reply + END]
+
+
+@pytest.mark.parametrize("reply", ["👩", "👩 the cat", "👍", "世", "≠≠", "e\u0301", "\u0301"])
+def test_reply_that_begins_within_a_token_keeps_its_first_character_whole(reply):
+    """A space and the first bytes of an emoji can be one token, its other bytes the next one."""
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    tokenizer = byte_level(template, merges=True)
+    conversation = chat("the cat", reply, "no", reply)
+    (sequence,) = render(tokenizer, conversation, max_length=LONG)
+    assert supervised(tokenizer, sequence) == [reply + EOS] * 2
+    assert tokenizer.decode(sequence.input_ids) == "".join(
+        f"{turn.role}: {turn.text}{EOS}" for turn in conversation.turns
+    )
 
 
 def test_template_that_trims_is_followed():
@@ -207,6 +222,16 @@ def test_reading_only_the_first_turns_of_long_chats_changes_nothing(monkeypatch,
     assert counts.mended == {"cut to max_length": 4}  # two are short
 
 
+def test_turns_out_of_reach_cost_no_time():
+    """The template is tried on each number of turns, which for 2,000 of them took half a minute."""
+    tokenizer = byte_level(CHATML, merges=True)
+    texts = ["the cat"] * 2000
+    began = time.monotonic()
+    (sequence,) = render(tokenizer, chat(*texts), max_length=200)
+    assert time.monotonic() - began < 5
+    assert [sequence] == render(tokenizer, chat(*texts[:100]), max_length=200)
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma", "phi3"])
 def test_system_turn_joins_the_user_where_the_template_has_no_place_for_it(name):
     tokenizer = byte_level(TEMPLATES[name], merges=True)
@@ -247,6 +272,14 @@ def test_thoughts_that_only_the_template_adds_are_not_supervised():
     tokenizer = byte_level(THINKING, merges=True)
     sequences = render(tokenizer, chat("a", "yes", "b", "no"), max_length=LONG)
     assert [supervised(tokenizer, s) for s in sequences] == [["yes" + END], ["no" + END]]
+
+
+def test_thought_in_an_earlier_reply_does_not_make_the_template_s_own_supervised():
+    tokenizer = byte_level(THINKING, merges=True)
+    texts = ["a", "<think>\nthe cat\n</think>\n\nyes", "b", "no", "c", " the mat\n"]
+    sequences = render(tokenizer, chat(*texts), max_length=LONG)
+    expected = [[text + END] for text in texts[1::2]]
+    assert [supervised(tokenizer, sequence) for sequence in sequences] == expected
 
 
 def test_template_whose_replies_are_not_what_is_generated_is_refused_by_name():
