@@ -2,47 +2,71 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
 import pytest
 import torch
 
+from data.batches import PackedBatch
 from data.cache import CachedSequence, supervised_pairs
 from data.target import TargetHead
 from tests.tiny import tiny_llama_config
 from train import acceptance
 from train.acceptance import (
     ChainCounts,
+    HeldoutBatch,
     HeldoutEstimate,
     chain_acceptance,
-    prepare_document,
+    prepare_batch,
 )
 from train.config import INPUTS, HeldoutConfig, TrainConfig
 from train.head import DraftHead, draft_config
 from train.loop import fit
 
 V, H = 12, 32
-CPU = torch.device("cpu")
 
 
-def make_case(seed: int, length: int = 40, inputs: str = "feature_token"):
-    """A document whose text mostly follows the target's argmax, and a head that often agrees."""
-    generator = torch.Generator().manual_seed(seed)
+def make_case(seed: int, lengths: Sequence[int] = (40, 23), inputs: str = "feature_token"):
+    """Documents that mostly follow the target's argmax, and a head that often agrees."""
     torch.manual_seed(seed)
     weight = torch.randn(V, H)
-    target_head = TargetHead(weight, weight)
-    input_ids = torch.randint(0, V, (length,), generator=generator)
-    features = weight[input_ids.roll(-1)] + 0.3 * torch.randn(length, H)
-    flip = torch.rand(length) < 0.2  # sometimes the target would have said something else
-    features[flip] = torch.randn(int(flip.sum()), H)
-    loss_mask = torch.ones(length, dtype=torch.bool)
-    loss_mask[:4] = loss_mask[20:24] = False
+    sequences = [make_sequence(weight, length) for length in lengths]
     head = DraftHead(draft_config(tiny_llama_config(vocab_size=V), inputs=inputs))
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
-    return head, target_head, CachedSequence(features, input_ids, loss_mask)
+    return head, TargetHead(weight, weight), sequences
+
+
+def make_sequence(weight: torch.Tensor, length: int) -> CachedSequence:
+    input_ids = torch.randint(0, V, (length,))
+    features = weight[input_ids.roll(-1)] + 0.3 * torch.randn(length, H)
+    flip = torch.rand(length) < 0.2  # sometimes the target would have said something else
+    features[flip] = torch.randn(int(flip.sum()), H)
+    loss_mask = torch.ones(length, dtype=torch.bool)
+    loss_mask[:4] = loss_mask[length // 2 : length // 2 + 4] = False
+    return CachedSequence(features, input_ids, loss_mask)
+
+
+def prepared(sequences: Sequence[CachedSequence], target_head: TargetHead) -> HeldoutBatch:
+    """All of them in one batch."""
+    pairs = [supervised_pairs(s.loss_mask).nonzero().squeeze(1) for s in sequences]
+    lengths = [len(s.input_ids) - 1 for s in sequences]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    packed = PackedBatch(
+        sequences=list(range(len(sequences))),
+        lengths=lengths,
+        next_ids=torch.cat([s.input_ids[1:] for s in sequences]),
+        features=torch.cat([s.features[:-1] for s in sequences]),
+        supervised=torch.cat([p + o for p, o in zip(pairs, offsets[:-1], strict=True)]),
+        target_features=torch.cat(
+            [s.features[p + 1] for s, p in zip(sequences, pairs, strict=True)]
+        ),
+    )
+    return prepare_batch(packed, [f"chat{i}" for i in range(len(sequences))], target_head)
 
 
 def one_by_one(head, target_head, sequence, num_steps):
@@ -76,25 +100,25 @@ def test_all_positions_at_once_equal_one_by_one_drafting(inputs, monkeypatch):
     monkeypatch.setattr(acceptance, "SAMPLING_STRIDE", 1)
     followed = 0
     for seed in range(8):
-        head, target_head, sequence = make_case(seed, inputs=inputs)
-        document = prepare_document(sequence, target_head, CPU)
-        ours = chain_acceptance(head, target_head, [document], num_steps=4)
-        theirs, overlap = one_by_one(head, target_head, sequence, 4)
-        assert torch.equal(ours.counts.tried, theirs.tried)
-        assert torch.equal(ours.counts.accepted, theirs.accepted)
-        assert torch.equal(ours.compared.sum(0), theirs.tried)
-        torch.testing.assert_close(ours.overlap.sum(0), overlap, rtol=1e-5, atol=1e-5)
-        followed += int(theirs.tried[1:].sum())
+        head, target_head, sequences = make_case(seed, inputs=inputs)
+        batch = prepared(sequences, target_head)
+        ours = chain_acceptance(head, target_head, [batch], num_steps=4)
+        for i, sequence in enumerate(sequences):
+            theirs, overlap = one_by_one(head, target_head, sequence, 4)
+            assert torch.equal(ours.tried[i], theirs.tried)
+            assert torch.equal(ours.accepted[i], theirs.accepted)
+            assert torch.equal(ours.compared[i], theirs.tried)
+            torch.testing.assert_close(ours.overlap[i], overlap, rtol=1e-5, atol=1e-5)
+            followed += int(theirs.tried[1:].sum())
     assert followed > 10  # later steps were really compared
 
 
 @torch.no_grad()
 def test_sampling_is_compared_in_every_fourth_place():
-    head, target_head, sequence = make_case(0, length=160)
-    document = prepare_document(sequence, target_head, CPU)
-    estimate = chain_acceptance(head, target_head, [document], num_steps=3)
+    head, target_head, sequences = make_case(0, lengths=[160])
+    estimate = chain_acceptance(head, target_head, [prepared(sequences, target_head)], num_steps=3)
     assert torch.equal(estimate.compared, -(-estimate.tried // 4))
-    _, overlap = one_by_one(head, target_head, sequence, 3)
+    _, overlap = one_by_one(head, target_head, sequences[0], 3)
     everywhere = overlap[0] / estimate.counts.tried[0]
     assert estimate.sampling_rates[0] == pytest.approx(float(everywhere), abs=0.1)
 
@@ -114,8 +138,8 @@ def test_a_perfect_head_is_accepted_wherever_the_text_is_the_targets_own():
     input_ids = torch.tensor(ids)
     features = 5 * target_head.weight[input_ids]
     sequence = CachedSequence(features, input_ids, torch.ones(len(ids), dtype=torch.bool))
-    document = prepare_document(sequence, target_head, CPU)
-    counts = chain_acceptance(head, target_head, [document], num_steps=3).counts
+    batch = prepared([sequence], target_head)
+    counts = chain_acceptance(head, target_head, [batch], num_steps=3).counts
     assert counts.rates == [1.0, 1.0, 1.0] and counts.length == 4.0
 
 
@@ -133,12 +157,10 @@ def test_a_chain_that_was_never_tried_has_rate_zero():
 
 
 def test_unsupervised_positions_are_not_tried():
-    head, target_head, sequence = make_case(3)
-    nothing = CachedSequence(
-        sequence.features, sequence.input_ids, torch.zeros_like(sequence.loss_mask)
-    )
-    document = prepare_document(nothing, target_head, CPU)
-    counts = chain_acceptance(head, target_head, [document], num_steps=3).counts
+    head, target_head, (sequence, _) = make_case(3)
+    nothing = replace(sequence, loss_mask=torch.zeros_like(sequence.loss_mask))
+    batch = prepared([nothing], target_head)
+    counts = chain_acceptance(head, target_head, [batch], num_steps=3).counts
     assert counts.tried.tolist() == [0, 0, 0]
 
 

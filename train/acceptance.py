@@ -1,7 +1,7 @@
 """Acceptance of a greedy draft chain, estimated from cached features without generating.
 
-All positions of a document are drafted at once: step n of the chain that starts at pair j attends
-to the real pairs 0..j and to its own steps 2..n, exactly what one-by-one drafting would see.
+All positions are drafted at once: step n of the chain that starts at pair j attends to the real
+pairs 0..j of its document and to its own steps 2..n, exactly what one-by-one drafting would see.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,11 +12,11 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from data.cache import CachedSequence, supervised_pairs
+from data.batches import PackedBatch
 from data.split import stem
 from data.target import TargetHead
 from train.head import DraftHead, packed_attention
-from train.unroll import chain_attention
+from train.unroll import chain_attention, chain_rows, document_of
 
 LOGIT_ELEMENTS = 2**25  # of one output head product: 128 MB in float32
 # Sampling is looked at in every 4th place: it needs the target's whole distribution anew, and in
@@ -150,94 +150,89 @@ class HeldoutEstimate:
 
 
 @dataclass
-class HeldoutDocument:
-    """A held-out sequence with what the target would greedily say at its supervised pairs."""
+class HeldoutBatch:
+    """Held-out documents with what the target would greedily say at their supervised pairs."""
 
-    name: str  # its id in the cache
-    features: Tensor  # [T, H]
-    input_ids: Tensor  # [T]
-    supervised: Tensor  # [T-1] bool
-    target_tokens: Tensor  # [T-1]  argmax of logits(f_{j+1}) at supervised pairs j, else -1
+    names: list[str]  # the documents' ids in the cache
+    packed: PackedBatch  # on the device
+    target_tokens: Tensor  # [N]  argmax of logits(f_{j+1}) at supervised pairs j
 
 
 @torch.no_grad()
-def prepare_document(
-    sequence: CachedSequence, target_head: TargetHead, device: torch.device, *, name: str = ""
-) -> HeldoutDocument:
-    """Move a cached sequence to `device` and find the target's own greedy tokens, once."""
-    features = sequence.features.to(device)
-    supervised = supervised_pairs(sequence.loss_mask).to(device)
-    target_tokens = torch.full_like(supervised, -1, dtype=torch.long)
-    target_tokens[supervised] = _argmax_tokens(features[1:][supervised], target_head)
-    return HeldoutDocument(name, features, sequence.input_ids.to(device), supervised, target_tokens)
+def prepare_batch(
+    packed: PackedBatch, names: Sequence[str], target_head: TargetHead
+) -> HeldoutBatch:
+    """Find the target's own greedy tokens, once for all estimates."""
+    return HeldoutBatch(list(names), packed, _argmax_tokens(packed.target_features, target_head))
 
 
 @torch.no_grad()
 def chain_acceptance(
-    head: DraftHead,
-    target_head: TargetHead,
-    documents: Iterable[HeldoutDocument],
-    *,
-    num_steps: int,
+    head: DraftHead, target_head: TargetHead, batches: Iterable[HeldoutBatch], *, num_steps: int
 ) -> HeldoutEstimate:
     """Follow greedy chains of `num_steps` draft tokens from every supervised pair.
 
     A chain goes on as long as its tokens are accepted *and* the cached text is what the target
     itself would have said: past that point the cache cannot tell what the target would answer.
     """
-    parts = [_document_estimate(head, target_head, d, num_steps) for d in documents]
-    return HeldoutEstimate.joined([_nothing(num_steps), *parts])
-
-
-def _nothing(num_steps: int) -> HeldoutEstimate:
+    parts = [_batch_estimate(head, target_head, batch, num_steps) for batch in batches]
     counts = torch.zeros(0, num_steps, dtype=torch.long)
-    return HeldoutEstimate([], counts, counts, counts, counts.double())
+    nothing = HeldoutEstimate([], counts, counts, counts, counts.double())
+    return HeldoutEstimate.joined([nothing, *parts])
 
 
-def _document_estimate(
-    head: DraftHead, target_head: TargetHead, document: HeldoutDocument, num_steps: int
+def _batch_estimate(
+    head: DraftHead, target_head: TargetHead, batch: HeldoutBatch, num_steps: int
 ) -> HeldoutEstimate:
     dtype = head.fc.weight.dtype
-    input_ids, supervised = document.input_ids, document.supervised
-    tried, num_accepted, compared = torch.zeros(3, num_steps, dtype=torch.long)
-    overlap = torch.zeros(num_steps, dtype=torch.float64)
+    packed, lengths = batch.packed, batch.packed.lengths
+    document = document_of(packed.supervised, lengths).cpu()  # [N]
+    alive = chain_rows(packed.supervised, lengths, num_steps=num_steps)
 
     # Step 1: real pairs everywhere.
-    lengths = [len(supervised)]
-    positions = torch.arange(len(supervised), device=input_ids.device)
-    x = head.fuse(target_head.embed(input_ids[1:]).to(dtype), document.features[:-1].to(dtype))
+    device = packed.next_ids.device
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    x = head.fuse(target_head.embed(packed.next_ids).to(dtype), packed.features.to(dtype))
     query, key, value = head.query_key_value(x, positions)
     attended = packed_attention(query, key, value, lengths)
-    starts = supervised.nonzero().squeeze(1)  # [M]  the chains still followed
+    chains = alive[0]  # [M]  still followed, as rows of the N
+    starts = packed.supervised
     predicted = head.finish(x[starts], attended[:, starts])  # [M, H]
 
-    own: list[tuple[Tensor, Tensor]] = []  # keys and values of later steps, [kv_heads, M, d] each
-    for n in range(1, num_steps + 1):
-        drafted = _argmax_tokens(predicted, target_head)
-        accepted = drafted == document.target_tokens[starts + n - 1]
-        tried[n - 1] = len(starts)
-        num_accepted[n - 1] = accepted.sum()
-        places = starts[::SAMPLING_STRIDE] + n
-        compared[n - 1] = len(places)
-        overlap[n - 1] = _overlap(
-            predicted[::SAMPLING_STRIDE], document.features[places], target_head
-        )
-        if n == num_steps:
-            break
-        # Follow on where the text says the same and the next pair is supervised too.
-        following = (starts + n).clamp(max=len(supervised) - 1)
-        keep = accepted & (input_ids[starts + n + 1] == drafted)
-        keep &= (starts + n < len(supervised)) & supervised[following]
-        starts, drafted, predicted = starts[keep], drafted[keep], predicted[keep]
-        own = [(k[:, keep], v[:, keep]) for k, v in own]
+    def per_document(rows: Tensor, values: Tensor | None = None) -> Tensor:
+        # On the CPU, where sums have one order.
+        values = None if values is None else values.double().cpu()
+        return torch.bincount(document[rows.cpu()], values, minlength=len(lengths))
 
+    tried, num_accepted, compared, overlap = [], [], [], []  # K of [D]
+    own: list[tuple[Tensor, Tensor]] = []  # keys and values of later steps, [kv_heads, M, d] each
+    for n in range(num_steps):
+        drafted = _argmax_tokens(predicted, target_head)
+        accepted = drafted == batch.target_tokens[chains + n]
+        places = chains[::SAMPLING_STRIDE]
+        real = packed.target_features[places + n]
+        overlaps = _overlap(predicted[::SAMPLING_STRIDE], real, target_head)
+        tried.append(per_document(chains))
+        num_accepted.append(per_document(chains[accepted]))
+        compared.append(per_document(places))
+        overlap.append(per_document(places, overlaps))
+        if n + 1 == num_steps:
+            break
+        # Follow on where the next pair is of the same reply and the text says the same there.
+        keep = accepted & torch.isin(chains, alive[n + 1])
+        chains, drafted, predicted = chains[keep], drafted[keep], predicted[keep]
+        same = packed.next_ids[packed.supervised[chains] + n + 1] == drafted
+        chains, drafted, predicted = chains[same], drafted[same], predicted[same]
+        own = [(k[:, keep][:, same], v[:, keep][:, same]) for k, v in own]
+
+        starts = packed.supervised[chains]
         x = head.fuse(target_head.embed(drafted).to(dtype), predicted)
-        query, own_key, own_value = head.query_key_value(x, starts + n)
+        query, own_key, own_value = head.query_key_value(x, positions[starts] + n + 1)
         own.append((own_key, own_value))
         attended = chain_attention(query, key, value, starts, own, lengths)
         predicted = head.finish(x, attended)
-    counts = tried[None], num_accepted[None], compared[None]
-    return HeldoutEstimate([document.name], *counts, overlap[None])
+    counts = (torch.stack(steps, dim=1) for steps in (tried, num_accepted, compared, overlap))
+    return HeldoutEstimate(batch.names, *counts)
 
 
 def _argmax_tokens(features: Tensor, target_head: TargetHead) -> Tensor:
@@ -247,18 +242,19 @@ def _argmax_tokens(features: Tensor, target_head: TargetHead) -> Tensor:
 
 
 def _overlap(predicted: Tensor, features: Tensor, target_head: TargetHead) -> Tensor:
-    """Σ_x min(p(x), q(x)) over what target and head say in the same places, summed: float64 [].
+    """Σ_x min(p(x), q(x)) of what target and head say in the same N places.
 
     predicted: [N, H]  f̂
     features:  [N, H]  f
+    returns    [N]
     """
-    total = torch.zeros((), dtype=torch.float64, device=predicted.device)
+    overlaps = []
     pairs = zip(_chunks(predicted, target_head), _chunks(features, target_head), strict=True)
     for own, real in pairs:
         draft_probs = target_head.logits(own).softmax(-1)  # [R, V]
         target_probs = target_head.logits(real).softmax(-1)
-        total += torch.minimum(target_probs, draft_probs).sum(-1).double().sum()
-    return total
+        overlaps.append(torch.minimum(target_probs, draft_probs).sum(-1))
+    return torch.cat(overlaps)
 
 
 def _chunks(features: Tensor, target_head: TargetHead) -> Sequence[Tensor]:

@@ -190,6 +190,6 @@ def estimate(run: Run) -> HeldoutEstimate:
     """Acceptance on the held-out documents of all processes, known to every one of them."""
     head = whole_head(run.accelerator, run.head)
     own = chain_acceptance(
-        head, run.target_head, run.documents, num_steps=run.config.heldout.num_steps
+        head, run.target_head, run.heldout, num_steps=run.config.heldout.num_steps
     )
     return HeldoutEstimate.joined(gather_object([own]))

@@ -7,16 +7,19 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from data.batches import pack, split_step
 from data.cache import FeatureCache
 from data.config import TargetConfig
 from data.fingerprint import fingerprint, fingerprint_differences
 from data.target import TargetHead, load_config
-from train.acceptance import HeldoutDocument, prepare_document
+from train.acceptance import HeldoutBatch, prepare_batch
 from train.checkpoints import load_weights, restore
 from train.config import TrainConfig
 from train.head import DraftHead, draft_config
 from train.initialise import initialise
 from train.vocabulary import frequent_head
+
+HELDOUT_TOKENS = 4096  # of one batch of an estimate
 
 
 @dataclass(kw_only=True)
@@ -30,7 +33,7 @@ class Run:
     loss_head: TargetHead  # what the cross-entropy goes through: the same, or its frequent rows
     head: torch.nn.Module  # as accelerate wrapped it
     optimizer: torch.optim.Optimizer
-    documents: list[HeldoutDocument]  # this process's share
+    heldout: list[HeldoutBatch]  # this process's share
 
 
 def refuse_another_target(target: TargetConfig, cache: FeatureCache) -> None:
@@ -75,12 +78,6 @@ def prepare(
     loss_head = target_head
     if config.loss.vocab:
         loss_head = frequent_head(target_head, cache, training, count=config.loss.vocab)
-    documents = [
-        prepare_document(
-            cache.sequence(index), target_head, accelerator.device, name=cache.ids[index]
-        )
-        for index in heldout[accelerator.process_index :: accelerator.num_processes]
-    ]
     optimizer = torch.optim.AdamW(
         head.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
     )
@@ -99,5 +96,21 @@ def prepare(
         loss_head=loss_head,
         head=wrapped,
         optimizer=optimizer,
-        documents=documents,
+        heldout=heldout_batches(accelerator, cache, target_head, heldout),
     )
+
+
+def heldout_batches(
+    accelerator: Accelerator, cache: FeatureCache, target_head: TargetHead, heldout: list[int]
+) -> list[HeldoutBatch]:
+    """This process's share of the held-out sequences.
+
+    They are cut before they are shared out: what a batch computes then depends on no process.
+    """
+    cut = split_step(heldout, cache.lengths, world_size=1, micro_batch_tokens=HELDOUT_TOKENS)[0]
+    share = cut[accelerator.process_index :: accelerator.num_processes]
+    packed = [pack(cache, sequences).to(accelerator.device) for sequences in share if sequences]
+    return [
+        prepare_batch(batch, [cache.ids[i] for i in batch.sequences], target_head)
+        for batch in packed
+    ]

@@ -26,7 +26,7 @@ def chain_rows(supervised: Tensor, lengths: Sequence[int], *, num_steps: int) ->
     returns     for n = 0 ... num_steps-1 the chains [N_n] that count at step n+1; the target of
                 chain m there is that of supervised pair m + n
     """
-    document = torch.bucketize(supervised, _bounds(supervised, lengths), right=True)
+    document = document_of(supervised, lengths)
     rows = []
     for n in range(num_steps):
         count = max(len(supervised) - n, 0)
@@ -35,6 +35,11 @@ def chain_rows(supervised: Tensor, lengths: Sequence[int], *, num_steps: int) ->
         whole &= document[n:] == document[:count]
         rows.append(whole.nonzero().squeeze(1))
     return rows
+
+
+def document_of(pairs: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Which of the packed documents each pair belongs to: [N] -> [N]."""
+    return torch.bucketize(pairs, _bounds(pairs, lengths), right=True) - 1
 
 
 def chain_attention(
