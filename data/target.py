@@ -1,4 +1,4 @@
-"""The only module that reaches into a target: its features, output head and fingerprint."""
+"""The only way to a target: its features, its own logits, its output head and fingerprint."""
 
 import logging
 from collections import Counter

@@ -37,7 +37,7 @@ class VllmTarget(Target):
     """A target that vLLM runs; `model` is its LLM. What we compute ourselves is on the CPU.
 
     The GPUs are the engine's. Norm and copy cost little beside the forward, and the head is needed
-    for the check of the first batch alone.
+    for the check of the first batch and to measure int8 alone.
     """
 
     norm: nn.Module
