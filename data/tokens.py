@@ -60,10 +60,12 @@ def tokenise(tokenizer: Any, config: DumpConfig, folder: Path) -> tuple[list[str
                 f"No supervised token in {config.dataset.path} (max_length {config.max_length}): "
                 f"no conversation has two tokens of one reply to learn from.\n{counts.summary()}"
             )
+        offsets = np.zeros(len(ids) + 1, dtype=np.int64)
+        np.cumsum(np.frombuffer(lengths, dtype=np.int64), out=offsets[1:])
         tokens = Tokens(
             _mapped(id_file, np.dtype(np.int32)),
             _mapped(mask_file, np.dtype(bool)),
-            torch.tensor([0, *lengths]).cumsum(0),
+            torch.from_numpy(offsets),
         )
     return ids, tokens, counts
 
