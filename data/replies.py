@@ -125,31 +125,24 @@ class Chat:
 
     def _reproduces(self, text: str, answer: Answer) -> bool:
         """Whether the dump of `text` is the prompt and what was generated after it."""
-        turns = [*self.turns, Turn("assistant", text)]
         if "\0" in text:  # the reader removes it
             return False
+        turns = [*self.turns, Turn("assistant", text)]
         if answer.ids is None:
             prompt = chat_text(self._tokenizer, self._folded(self.turns), generation_prompt=True)
-            shown = chat_text(self._tokenizer, self._folded(turns))
-            if not shown.startswith(prompt + answer.text):
+            whole = chat_text(self._tokenizer, self._folded(turns))
+            if not whole.startswith(prompt + answer.text):
                 return False
-        before, after = self._sequences(self.turns[:-1]), self._sequences(turns)
-        *earlier, last = replies_in(after) if after else [[]]
-        shown_ids = after[-1].input_ids[: len(self.prompt) + len(last)] if after else []
-        return (
-            earlier == list(replies_in(before))
-            and answer.ids in (None, last)
-            and shown_ids == self.prompt + last
-        )
+        conversation = Conversation(self.id, tuple(turns))
+        sequences = render(self._tokenizer, conversation, max_length=self._max_length)
+        if not sequences:
+            return False
+        *_, last = replies_in(sequences)
+        shown = sequences[-1].input_ids[: len(self.prompt) + len(last)]
+        return shown == self.prompt + last and answer.ids in (None, last)
 
     def _folded(self, turns: Sequence[Turn]) -> Sequence[Turn]:
         return turns if takes_system(self._tokenizer) else fold_system(turns)
-
-    def _sequences(self, turns: list[Turn]) -> list[TokenSequence]:
-        if not any(turn.role == "assistant" for turn in turns):
-            return []
-        conversation = Conversation(self.id, tuple(turns))
-        return render(self._tokenizer, conversation, max_length=self._max_length)
 
 
 def replies_in(sequences: list[TokenSequence]) -> Iterator[list[int]]:

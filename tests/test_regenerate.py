@@ -14,11 +14,12 @@ import torch
 
 from data.config import DatasetConfig, RegenerateConfig, TargetConfig
 from data.conversations import Counts, read_conversations
+from data.generation import answer_here
 from data.origin import origin_path
 from data.prompts import prompt_ids
 from data.regenerate import regenerate
 from data.rendering import render_all
-from data.replies import LONG, NO_ROOM, Reply, replies_in
+from data.replies import LONG, NO_ROOM, Chat, Reply, replies_in
 from data.reply_log import ReplyLog
 from data.target import load_target, load_tokenizer
 from tests.talkative import save_talkative_target
@@ -188,11 +189,42 @@ def test_a_log_that_ends_anywhere_leads_to_the_same_bytes(dtype, make_config, tm
 
 def test_replies_in_the_log_are_not_written_again(make_config, tmp_path):
     config = make_config(tmp_path / "chats.jsonl", limit=4)
-    log = stopped_before_the_end(config).decode().splitlines(keepends=True)
-    number, line = next((i, json.loads(x)) for i, x in enumerate(log[1:], 1) if '"text": "r' in x)
-    log[number] = json.dumps({**line, "text": "as the log has it"}) + "\n"
-    part_of(tmp_path / "chats.jsonl").write_text("".join(log))
-    assert '"content": "as the log has it"' in regenerate(config).read_text()
+    log = stopped_before_the_end(config)
+    assert log.count(b"\n") > 5
+    assert stopped_before_the_end(config) == log
+
+
+def test_what_is_left_is_computed_in_the_batches_of_an_undisturbed_run(make_config, tmp_path):
+    """Rows of another batch would be rounded otherwise, and some replies be others."""
+    config = make_config(tmp_path / "chats.jsonl")
+    target = load_target(config.target)
+    prefills: list[torch.Size] = []
+
+    def note(module, args, kwargs):
+        if kwargs["input_ids"].shape[1] > 1:
+            prefills.append(kwargs["input_ids"].shape)
+
+    target.model.register_forward_pre_hook(note, with_kwargs=True)
+
+    def answer(path: Path) -> list[torch.Size]:
+        prefills.clear()
+        sizes = dict(max_new_tokens=MAX_NEW_TOKENS, max_length=MAX_LENGTH)
+        conversations = read_conversations(config.dataset, Counts())
+        chats = (Chat(each, target.tokenizer, **sizes) for each in conversations)
+        with path.open("a+b") as file:
+            log = ReplyLog(path, file)
+            if log.header is None:
+                log.begin({})
+            answer_here(target, chats, log, config, lambda *_: None)
+        return list(prefills)
+
+    whole = answer(tmp_path / "whole")
+    lines = (tmp_path / "whole").read_text().splitlines(keepends=True)
+    assert whole[1][0] > 2
+    inside = 1 + whole[0][0] + 2  # the header, the first batch, and some of the second
+    (tmp_path / "part").write_text("".join(lines[:inside]))
+    assert answer(tmp_path / "part") == whole[1:]
+    assert sorted((tmp_path / "part").read_text().splitlines(keepends=True)) == sorted(lines)
 
 
 def test_a_finished_file_is_left_alone_and_said_so(make_config, finished, caplog):
@@ -293,7 +325,10 @@ def test_a_full_disk_loses_nothing_of_the_log(tmp_path):
     with path.open("a+b") as file:
         log = ReplyLog(path, file)
         assert log.header == {"settings": 1}
+        assert len(log) == 6
         log.append(replies[6:])
+    with path.open("a+b") as file:
+        log = ReplyLog(path, file)
         assert [log.find(reply.id, 0) for reply in replies] == replies
         assert log.find("é0", 1) is None
 
