@@ -23,6 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+log = logging.getLogger(__name__)
 CONF = Path(__file__).parent
 PACKAGES = ("conf", "data", "scripts", "train")
 INTERRUPTED = 130  # exit status, as shells have it for Ctrl-C
@@ -72,10 +73,18 @@ def start_log() -> None:
         logging.getLogger(package).setLevel(level)
 
 
+def is_sweep() -> bool:
+    """Whether this is one job of a --multirun."""
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
 def job_folder(out: str) -> str:
-    """`out`, or a folder below it for each job of a --multirun."""
+    """`out`, or a folder below it for each job of a --multirun, which is told apart in the log."""
+    if not is_sweep():
+        return out
     hydra = HydraConfig.get()
-    return f"{out}/{hydra.job.num:03d}" if hydra.mode == RunMode.MULTIRUN else out
+    log.info("\njob %d: %s", hydra.job.num, " ".join(hydra.overrides.task))
+    return f"{out}/{hydra.job.num:03d}"
 
 
 def expand(

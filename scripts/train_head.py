@@ -1,10 +1,14 @@
 """Train a draft head on a feature cache."""
 
+import logging
+
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from conf import HYDRA, job_folder, prepare, task
+from conf import HYDRA, is_sweep, job_folder, prepare, task
 from train.config import TrainConfig
+
+log = logging.getLogger(__name__)
 
 
 @hydra.main(config_name="train_head", **HYDRA)
@@ -15,8 +19,15 @@ def main(cfg: DictConfig) -> float:
     config.out = job_folder(config.out)
 
     from train.loop import fit  # torch loads only after the config is known to be good
+    from train.step import NotFiniteError
 
-    return fit(config)
+    try:
+        return fit(config)
+    except NotFiniteError as error:
+        if not is_sweep():
+            raise
+        log.error("error: %s\nThe sweep goes on without this run.", error)
+        return 1.0  # the bonus token alone: as bad as a head can be
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The settings of training, export and measuring: type, default, unit and one comment each."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -110,6 +111,14 @@ class TrainConfig:
                 f"patience={self.patience} waits for estimates, but heldout.share=0 makes none. "
                 "Leave one of them out."
             )
+
+
+@dataclass
+class CompareConfig:
+    """Runs in, a table and a picture of them side by side out."""
+
+    runs: Any = MISSING  # a run, a folder of runs, or a list of these
+    out: str | None = None  # folder of compare.png and compare.json; null: the first of `runs`
 
 
 @dataclass

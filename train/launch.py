@@ -9,7 +9,6 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator
 from accelerate.utils import (
-    DistributedDataParallelKwargs,
     DistributedType,
     DynamoBackend,
     FullyShardedDataParallelPlugin,
@@ -46,8 +45,7 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
         gradient_accumulation_steps=1,
         log_with=config.tracker,
         project_dir=config.out,
-        # The head's only buffer is RoPE's, which never changes.
-        kwargs_handlers=[group, DistributedDataParallelKwargs(broadcast_buffers=False)],
+        kwargs_handlers=[group],
     )
     launch = process_state()  # raises if the processes of this launch do not see each other
     wants_fsdp = parse_flag_from_env("ACCELERATE_USE_FSDP")
