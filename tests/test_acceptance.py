@@ -114,13 +114,19 @@ def test_all_positions_at_once_equal_one_by_one_drafting(inputs, monkeypatch):
 
 
 @torch.no_grad()
-def test_sampling_is_compared_in_every_fourth_place():
+def test_sampling_is_compared_in_every_eighth_place(monkeypatch):
+    """However many rows one product of the output head takes."""
     head, target_head, sequences = make_case(0, lengths=[160])
-    estimate = chain_acceptance(head, target_head, [prepared(sequences, target_head)], num_steps=3)
-    assert torch.equal(estimate.compared, -(-estimate.tried // 4))
+    batch = prepared(sequences, target_head)
+    estimate = chain_acceptance(head, target_head, [batch], num_steps=3)
+    assert torch.equal(estimate.compared, -(-estimate.tried // 8))
     _, overlap = one_by_one(head, target_head, sequences[0], 3)
     everywhere = overlap[0] / estimate.counts.tried[0]
     assert estimate.sampling_rates[0] == pytest.approx(float(everywhere), abs=0.1)
+    monkeypatch.setattr(acceptance, "LOGIT_ELEMENTS", 17 * V)
+    cut = chain_acceptance(head, target_head, [batch], num_steps=3)
+    assert torch.equal(cut.accepted, estimate.accepted)
+    torch.testing.assert_close(cut.overlap, estimate.overlap, rtol=1e-5, atol=1e-5)
 
 
 def test_a_perfect_head_is_accepted_wherever_the_text_is_the_targets_own():

@@ -19,9 +19,9 @@ from train.head import DraftHead, packed_attention
 from train.unroll import chain_attention, chain_rows, document_of
 
 LOGIT_ELEMENTS = 2**25  # of one output head product: 128 MB in float32
-# Sampling is looked at in every 4th place: it needs the target's whole distribution anew, and in
+# Sampling is looked at in every 8th place: it needs the target's whole distribution anew, and in
 # every place it would double the time of an estimate, most of which is the output head.
-SAMPLING_STRIDE = 4
+SAMPLING_STRIDE = 8
 RESAMPLES = 1000
 CONFIDENCE = 0.95
 
@@ -207,11 +207,9 @@ def _batch_estimate(
     tried, num_accepted, compared, overlap = [], [], [], []  # K of [D]
     own: list[tuple[Tensor, Tensor]] = []  # keys and values of later steps, [kv_heads, M, d] each
     for n in range(num_steps):
-        drafted = _argmax_tokens(predicted, target_head)
-        accepted = drafted == batch.target_tokens[chains + n]
         places = chains[::SAMPLING_STRIDE]
-        real = packed.target_features[places + n]
-        overlaps = _overlap(predicted[::SAMPLING_STRIDE], real, target_head)
+        drafted, overlaps = _draft(predicted, packed.target_features[places + n], target_head)
+        accepted = drafted == batch.target_tokens[chains + n]
         tried.append(per_document(chains))
         num_accepted.append(per_document(chains[accepted]))
         compared.append(per_document(places))
@@ -237,26 +235,31 @@ def _batch_estimate(
 
 def _argmax_tokens(features: Tensor, target_head: TargetHead) -> Tensor:
     """The output head's most likely token. features: [N, H] -> [N]."""
-    chunks = [target_head.logits(part).argmax(-1) for part in _chunks(features, target_head)]
-    return torch.cat(chunks)
+    rows = _rows(target_head)
+    return torch.cat([target_head.logits(part).argmax(-1) for part in features.split(rows)])
 
 
-def _overlap(predicted: Tensor, features: Tensor, target_head: TargetHead) -> Tensor:
-    """Σ_x min(p(x), q(x)) of what target and head say in the same N places.
+def _draft(predicted: Tensor, features: Tensor, target_head: TargetHead) -> tuple[Tensor, Tensor]:
+    """What the head says, and how much of it the target says too.
 
-    predicted: [N, H]  f̂
-    features:  [N, H]  f
-    returns    [N]
+    predicted: [N, H]    f̂
+    features:  [N/8, H]  f in every 8th place
+    returns    [N]       the head's most likely tokens
+               [N/8]     Σ_x min(p(x), q(x))
     """
-    overlaps = []
-    pairs = zip(_chunks(predicted, target_head), _chunks(features, target_head), strict=True)
-    for own, real in pairs:
-        draft_probs = target_head.logits(own).softmax(-1)  # [R, V]
+    rows = _rows(target_head)
+    tokens, overlaps = [], []
+    parts = zip(predicted.split(rows), features.split(rows // SAMPLING_STRIDE), strict=True)
+    for own, real in parts:
+        logits = target_head.logits(own)  # [R, V]
+        tokens.append(logits.argmax(-1))
+        draft_probs = logits[::SAMPLING_STRIDE].softmax(-1)
         target_probs = target_head.logits(real).softmax(-1)
         overlaps.append(torch.minimum(target_probs, draft_probs).sum(-1))
-    return torch.cat(overlaps)
+    return torch.cat(tokens), torch.cat(overlaps)
 
 
-def _chunks(features: Tensor, target_head: TargetHead) -> Sequence[Tensor]:
-    """[N, H] in parts whose logits fit."""
-    return features.split(max(1, LOGIT_ELEMENTS // len(target_head.weight)))
+def _rows(target_head: TargetHead) -> int:
+    """Rows of one product: a multiple of the stride, so that parts do not shift its places."""
+    fitting = LOGIT_ELEMENTS // len(target_head.weight)
+    return max(1, fitting // SAMPLING_STRIDE) * SAMPLING_STRIDE
