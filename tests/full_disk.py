@@ -1,17 +1,15 @@
 """Dumps onto full disks: each ends with one message, and goes on when there is room.
 
-    python -m tests.full_disk tmpfs     a file system that grows page by page; has to be mounted
-    python -m tests.full_disk rlimit    files that may not be larger than so much
-    python -m tests.full_disk launch    two processes, of which the second cannot write
+    python -m tests.full_disk
 
-Prints for each dump what it said and what it left. Ends with status 77 where mounting is not
-permitted, and with an error if a dump does anything else than that.
+Three kinds: files that may not be larger than so much; two processes of which the second cannot
+write; a file system that grows page by page, where mounting is permitted. Prints for each dump what
+it said and what it left, and fails if a dump does anything else than that.
 """
 
 import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections import namedtuple
@@ -22,7 +20,7 @@ from data.config import DumpConfig
 from tests.kill_dump import contents, finish, run, small_dump, start
 from tests.tiny import save_tiny_chats, save_tiny_target
 
-NOT_PERMITTED = 77
+NOT_PERMITTED = "mounting a file system is not permitted here"
 PAGE = 4096
 
 
@@ -43,7 +41,8 @@ def tmpfs(make: Callable[[Path], DumpConfig], folder: Path) -> Iterator[str]:
     disk = folder / "disk"
     disk.mkdir()
     if not mount("-t", "tmpfs", "-o", f"size={PAGE}", "none", str(disk), check=False):
-        sys.exit(NOT_PERMITTED)
+        yield NOT_PERMITTED
+        return
     config = make(disk / "cache")
     try:
         for pages in range(2, 1000):
@@ -95,7 +94,7 @@ def launch(make: Callable[[Path], DumpConfig], folder: Path) -> Iterator[str]:
     assert contents(Path(config.out)) == contents(folder / "undisturbed")
 
 
-def main(name: str) -> None:
+def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         target = save_tiny_target(folder / "target")
@@ -105,9 +104,10 @@ def main(name: str) -> None:
             return small_dump(str(target), str(chats), out, shard_tokens=400)
 
         assert run(make(folder / "undisturbed"))
-        for line in {"tmpfs": tmpfs, "rlimit": rlimit, "launch": launch}[name](make, folder):
-            print(line.replace(temporary, ""), flush=True)
+        for kind in (rlimit, launch, tmpfs):
+            for line in kind(make, folder):
+                print(f"{kind.__name__}: {line.replace(temporary, '')}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -1,17 +1,16 @@
 """The dump's benchmark compares like with like, and says so in one line of JSON."""
 
 import json
-import os
-import subprocess
-import sys
 
 import torch
 
+from data.bench import bench, table
 from data.cache import FeatureCache
 from data.config import TargetConfig
 from data.plain_dump import plain_dump, read_plain
 from data.plan import read_plan, read_tokens
 from data.target import load_target
+from tests.kill_dump import small_dump
 
 
 def test_the_plain_dump_stores_what_ours_does(cache_path, target_path, tmp_path):
@@ -28,19 +27,14 @@ def test_the_plain_dump_stores_what_ours_does(cache_path, target_path, tmp_path)
         torch.testing.assert_close(plain["hidden_state"], ours.features, rtol=2**-7, atol=1e-6)
 
 
-def test_the_benchmark_ends_with_its_ratios_and_leaves_nothing(target_path, chats_path, tmp_path):
+def test_the_benchmark_gives_every_ratio_and_leaves_nothing(target_path, chats_path, tmp_path):
     out = tmp_path / "bench"
-    command = [sys.executable, "-m", "scripts.bench_dump", f"target={target_path}"]
-    command += [f"dataset={chats_path}", f"out={out}", "max_length=256", "dataset.limit=8"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    figures = json.loads(result.stdout.splitlines()[-1])
-    for name in ("vs_forward", "vs_plain", "read_vs_pickle"):
-        assert figures[name] > 0
-    if figures["two_processes"] is None:
-        assert figures["two_processes_reason"]
-    else:
-        assert figures["two_processes"] > 0
-    assert figures["num_sequences"] == 8
+    figures = bench(small_dump(str(target_path), str(chats_path), out, shard_tokens=400))
+    ratios = ["vs_forward", "vs_plain", "two_processes", "read_vs_pickle", "read_vs_pickle_cold"]
+    for name in ratios:
+        if figures[name] is not None:
+            assert figures[name] > 0
+            assert f"{figures[name]:.2f}" in table(figures)
+    assert (figures["two_processes"] is None) == (figures["two_processes_reason"] is not None)
+    assert json.loads(json.dumps(figures)) == figures
     assert not out.exists()

@@ -1,6 +1,8 @@
 """A cache that is inspected tells every damage, and one that is repaired has none left."""
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -180,6 +182,44 @@ def test_wrong_content_under_right_checksums_is_found_and_repaired(finished, cop
         assert problems[0].file.startswith("shards/00001.")
         assert look(copy, repair=True).is_whole
         assert contents(copy) == contents(finished["auto"]), found
+
+
+def test_json_that_says_the_same_in_other_bytes_is_written_again(finished, copy):
+    for name in ("manifest.json", "shards/00001.json"):
+        (copy / name).write_text(json.dumps(read_json(copy / name, made_by="")))
+        assert [p.found for p in look(copy).problems] == ["the same values written in another way"]
+        assert look(copy, repair=True).is_whole
+        assert contents(copy) == contents(finished["auto"])
+
+
+def test_tokens_are_not_made_from_shards_that_hold_others(copy):
+    ids = load_file(copy / "shards" / "00001.safetensors")["input_ids"]
+    sign(copy, 1, input_ids=ids + 1)
+    (copy / "tokens.safetensors").unlink()
+    before = contents(copy)
+    with pytest.raises(RuntimeError, match=r"hold other tokens than its plan.*ANOTHER_FOLDER"):
+        look(copy, repair=True)
+    assert contents(copy) == before
+
+
+def test_a_repair_that_fails_leaves_an_unfinished_cache_and_goes_on(finished, copy, monkeypatch):
+    replace = Path.replace
+
+    def fill_up(self: Path, target: Path) -> Path:
+        if target.name == "00001.safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return replace(self, target)
+
+    damage(copy / "shards" / "00001.safetensors", "flipped")
+    (copy / "shards" / "00002.json").unlink()
+    monkeypatch.setattr(Path, "replace", fill_up)
+    with pytest.raises(RuntimeError, match=r"Cannot write .*00001.safetensors"):
+        look(copy, repair=True)
+    monkeypatch.undo()
+    assert not (copy / "manifest.json").exists()
+    assert look(copy).not_done == [1]
+    assert look(copy, repair=True).is_whole
+    assert contents(copy) == contents(finished["auto"])
 
 
 def test_an_unfinished_cache_says_how_far_it_is_and_the_command_that_goes_on(finished, copy):

@@ -2,16 +2,20 @@
 
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from data.config import DumpConfig
 from data.dump import dump
 from tests.full_disk import NOT_PERMITTED, limit_files
 from tests.kill_dump import contents, small_dump
@@ -40,12 +44,6 @@ def module(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
-def said(result: subprocess.CompletedProcess) -> list[str]:
-    """The lines of tests.full_disk itself: libraries print, too."""
-    lines = result.stdout.splitlines()
-    return [line for line in lines if line.startswith(("Cannot ", "process ", "seconds: "))]
-
-
 # --- kills -------------------------------------------------------------------------------------
 
 
@@ -62,25 +60,43 @@ def test_a_dump_killed_anywhere_ends_with_the_same_bytes():
 # --- disks -------------------------------------------------------------------------------------
 
 
-def test_a_file_that_cannot_be_written_is_named_and_the_dump_goes_on_later():
-    result = module("tests.full_disk", "rlimit")
+@pytest.fixture(scope="module")
+def said() -> Callable[[str], list[str]]:
+    """What dumps said onto each kind of full disk of `python -m tests.full_disk`."""
+    result = module("tests.full_disk")
     assert result.returncode == 0, result.stdout + result.stderr
+
+    def of_kind(kind: str) -> list[str]:
+        parts = (line.partition(": ") for line in result.stdout.splitlines())
+        return [line for name, _, line in parts if name == kind]
+
+    return of_kind
+
+
+def test_a_file_that_cannot_be_written_is_named_and_the_dump_goes_on_later(said):
+    lines = said("rlimit")
     for name in ("tokens.safetensors", "shards/00000.safetensors", "shards/00001.safetensors"):
-        assert f"/{name}: Error while serializing: I/O error: File too large" in result.stdout
+        message = f"/{name}: Error while serializing: I/O error: File too large"
+        assert any(message in line for line in lines), name
 
 
-def test_a_disk_that_fills_up_anywhere_leaves_what_a_dump_goes_on_from():
-    result = module("tests.full_disk", "tmpfs")
-    if result.returncode == NOT_PERMITTED:
-        pytest.skip("mounting a file system is not permitted here")
-    assert result.returncode == 0, result.stdout + result.stderr
-    lines = said(result)
+def test_a_disk_that_fills_up_anywhere_leaves_what_a_dump_goes_on_from(said):
+    lines = said("tmpfs")
+    if lines == [NOT_PERMITTED]:
+        pytest.skip(NOT_PERMITTED)
     assert all(line.startswith("Cannot write /disk/cache") for line in lines)
     for name in ("", "/tokens.safetensors", "/plan.json", "/shards/00000.safetensors"):
         assert any(line.startswith(f"Cannot write /disk/cache{name}: ") for line in lines), name
     half = "'cache/plan.json', 'cache/shards/00000.safetensors', 'cache/tokens.safetensors']"
     assert any(half in line for line in lines)  # no room for the record of a whole shard
     assert lines[-1].startswith("Cannot write /disk/cache/.lock: [Errno 30] Read-only file system")
+
+
+def test_a_launch_ends_when_one_of_its_processes_fails_and_names_it(said):
+    first, second, seconds = said("launch")
+    assert first.startswith("process 0: Process 1 of 2 has stopped (this is process 0).")
+    assert second.startswith("process 1: Cannot write /launch/shards/00001.safetensors: ")
+    assert float(seconds.removeprefix("seconds: ")) < 30
 
 
 def test_the_command_ends_with_one_message_on_a_full_disk(target_path, chats_path, tmp_path):
@@ -181,41 +197,54 @@ def test_a_lock_that_fails_otherwise_stops_the_dump(make_config, tmp_path, monke
         dump(make_config(tmp_path / "cache"))
 
 
-# --- signals and processes ---------------------------------------------------------------------
+# --- signals -----------------------------------------------------------------------------------
 
 
-def test_a_dump_that_is_stopped_says_so_and_goes_on(target_path, tmp_path):
-    chats, out = save_tiny_chats(tmp_path / "chats.json", 600), tmp_path / "cache"
-    command = [sys.executable, "-m", "scripts.dump_features", f"target={target_path}"]
-    command += [f"dataset={chats}", f"out={out}", "shard_tokens=250", "batch_tokens=128"]
-
-    def finished() -> int:
-        return len(list(out.glob("shards/*.json")))
-
-    before = 0
-    for number in (signal.SIGINT, signal.SIGTERM):
-        process = subprocess.Popen(
-            command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        while finished() == before and process.poll() is None:
-            time.sleep(0.01)
-        process.send_signal(number)
-        printed, errors = process.communicate(timeout=60)
-        assert process.returncode == 130, errors
-        assert printed.splitlines()[-1] == "stopped: the same command goes on from here"
-        assert "Traceback" not in errors
-        assert before == 0 or f"resume: {before} of " in printed
-        before = finished()
-        assert not (out / "manifest.json").exists()
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert f"resume: {before} of " in result.stdout
+@pytest.fixture
+def many(target_path, tmp_path) -> DumpConfig:
+    """A dump of many shards."""
+    chats = save_tiny_chats(tmp_path / "chats.json", 200)
+    out = tmp_path / "cache"
+    return small_dump(str(target_path), str(chats), out, shard_tokens=800, batch_tokens=128)
 
 
-def test_a_launch_ends_when_one_of_its_processes_fails_and_names_it():
-    result = module("tests.full_disk", "launch")
-    assert result.returncode == 0, result.stdout + result.stderr
-    first, second, seconds = said(result)
-    assert first.startswith("process 0: Process 1 of 2 has stopped (this is process 0).")
-    assert second.startswith("process 1: Cannot write /launch/shards/00001.safetensors: ")
-    assert float(seconds.removeprefix("seconds: ")) < 30
+def finished(config: DumpConfig) -> int:
+    return len(list(Path(config.out).glob("shards/*.json")))
+
+
+def test_an_interrupted_command_says_how_to_go_on_and_does(many, caplog):
+    command = [sys.executable, "-m", "scripts.dump_features", f"target={many.target.path}"]
+    command += [f"dataset={many.dataset.path}", f"out={many.out}", "max_length=256"]
+    command += ["shard_tokens=800", "batch_tokens=128", "target.device=cpu"]
+    process = subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while finished(many) == 0 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert printed.splitlines()[-1] == "stopped: the same command goes on from here"
+    assert "Traceback" not in errors
+    done = finished(many)
+    with caplog.at_level(logging.INFO):
+        out = dump(many)
+    assert f"resume: {done} of " in caplog.text
+    assert (out / "manifest.json").exists()
+
+
+def test_sigterm_stops_a_dump_as_an_interrupt_does(many, caplog):
+    def terminate() -> None:
+        while finished(many) == 0:
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    killer = threading.Thread(target=terminate)
+    killer.start()
+    with pytest.raises(KeyboardInterrupt):
+        dump(many)
+    killer.join()
+    assert "stopped: the same command goes on from here" in caplog.text
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not (Path(many.out) / "manifest.json").exists()
