@@ -16,7 +16,7 @@ CACHE/shards/00000.json           also the calibration's checksum
 with feature = features * token_scale * channel_scale (see data/quantise.py): H + 9 bytes a token
 instead of 2H + 5. `FeatureCache` reads them as float32.
 
-Opening a cache compares sizes only: checksums and contents are for `python -m scripts.inspect_cache`.
+Opening a cache compares sizes; `python -m scripts.inspect_cache` verifies what the files hold.
 """
 
 import json
