@@ -178,7 +178,6 @@ def _answer(
     config: RegenerateConfig, tokenizer: Any, replies: ReplyLog, identity: dict[str, Any]
 ) -> None:
     """Write every reply that is missing into the log."""
-    num_chats, num_replies = _count(config)
     server = None
     if config.endpoint:
         from data.endpoint import Server  # here, so that the package is needed only for it
@@ -186,6 +185,7 @@ def _answer(
         server = Server(config, identity["settings"]["model"])
         identity["settings"]["model"] = server.model
         server.check_prompt(tokenizer)
+    num_chats, num_replies = _count(config)
     if replies.header is None:
         replies.begin(identity)
     else:
