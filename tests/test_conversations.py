@@ -1,5 +1,8 @@
+import gzip
 import json
-import tracemalloc
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ from data.config import DatasetConfig
 from data.conversations import Conversation, Counts, read_conversations
 from data.split import stem
 
+ROOT = Path(__file__).parent.parent
 GOOD = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]
 
 
@@ -311,15 +315,36 @@ def test_counts_can_be_written_and_read_by_people(tmp_path):
     assert "1  empty conversation  (a_0)" in counts.summary()
 
 
-@pytest.mark.parametrize("separator", [",", "\n"])
-def test_memory_does_not_grow_with_the_file(tmp_path, separator):
-    chat = json.dumps(record(turns(("human", "x" * 2000), ("gpt", "y" * 2000))))
-    text = separator.join([chat] * 10_000)  # 40 MB
-    (tmp_path / "a.json").write_text(f"[{text}]" if separator == "," else text)
-    config = DatasetConfig(path=str(tmp_path / "a.json"))
-    tracemalloc.start()
-    number = sum(1 for _ in read_conversations(config, Counts()))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert number == 10_000
-    assert peak < 12e6
+READ = """
+import resource, sys
+from data.config import DatasetConfig
+from data.conversations import Counts, read_conversations
+
+def peak():
+    units = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return units if sys.platform == "darwin" else units * 1024
+
+before = peak()
+number = sum(1 for _ in read_conversations(DatasetConfig(path=sys.argv[1]), Counts()))
+print(number, peak() - before)
+"""
+
+
+@pytest.mark.parametrize("layout", ["array", "lines", "packed"])
+def test_memory_does_not_grow_with_the_file(tmp_path, layout):
+    """CHATS_MB=642 tries the size of the largest public ShareGPT file."""
+    megabytes = int(os.environ.get("CHATS_MB", "60"))
+    chat = json.dumps(record(turns(("human", "x" * 5000), ("gpt", "y" * 5000)))).encode()
+    number = megabytes * 1_000_000 // len(chat)
+    opened = gzip.open if layout == "packed" else open
+    with opened(tmp_path / "a.json", "wb") as file:
+        file.write(b"[" if layout == "array" else b"")
+        for i in range(number):
+            file.write(b"" if i == 0 else b"," if layout == "array" else b"\n")
+            file.write(chat)
+        file.write(b"]" if layout == "array" else b"")
+    # A process of its own, as memory that was ever taken counts for good.
+    command = [sys.executable, "-c", READ, str(tmp_path / "a.json")]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert int(output.split()[0]) == number
+    assert int(output.split()[1]) < 30e6
