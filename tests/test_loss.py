@@ -115,7 +115,8 @@ def test_the_frozen_output_head_gets_no_gradient():
 
 
 MEASURE_MEMORY = """
-import resource, sys, torch
+import torch
+from data.memory import peak_resident
 from data.target import TargetHead
 from train.loss import distillation_loss
 
@@ -128,13 +129,13 @@ def peak_megabytes(positions):
     distillation_loss(
         predicted, features, head, l1_weight=1.0, ce_weight=0.1, chunk_rows=64
     ).loss.backward()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return peak_resident() / 2**20
 
 peak_megabytes(64)
 few = peak_megabytes(64)
 many = peak_megabytes(4096)
 held = torch.randn(4096, 32768)  # what a plain loss would hold, four times over
-print(many - few, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - few)
+print(many - few, peak_resident() / 2**20 - few)
 """
 
 

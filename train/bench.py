@@ -2,8 +2,6 @@
 
 import logging
 import multiprocessing
-import re
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from torch import nn
 from data.batches import PackedBatch, add_noise, pack, prefetch
 from data.cache import FeatureCache
 from data.config import or_known
+from data.memory import peak_resident
 from data.target import read_target_head
 from train.config import TrainConfig
 from train.head import packed_attention
@@ -270,17 +269,7 @@ def _report_peak(name: str, config: TrainConfig, sequences: list[int], sender: A
     run, _ = _prepared(config)
     held = psutil.Process().memory_info().rss
     STEPS[name](run, sequences)
-    sender.send(_peak_bytes() - held)
-
-
-def _peak_bytes() -> int:
-    """The most memory that this process has held."""
-    status = Path("/proc/self/status")
-    if status.is_file():  # ru_maxrss would count what the parent held when it started this process
-        kilobytes = re.search(r"VmHWM:\s*(\d+) kB", status.read_text(encoding="ascii"))
-        assert kilobytes
-        return int(kilobytes[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sender.send(peak_resident() - held)
 
 
 def _timed(function: Callable[[], Any]) -> float:

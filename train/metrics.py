@@ -2,8 +2,6 @@
 
 import json
 import logging
-import resource
-import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -15,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from data.files import atomic_write, writing
+from data.memory import peak_resident
 from train.acceptance import HeldoutEstimate
 from train.config import TrainConfig, flat
 from train.plan import Step
@@ -151,8 +150,7 @@ def peak_memory() -> int:
     """Bytes: the device's peak on CUDA, else this process's peak resident size."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_resident()
 
 
 def _start_tracker(
