@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from torch.testing import assert_close
 
@@ -35,6 +36,34 @@ def test_training_lowers_the_loss_and_keeps_the_target_frozen(config, target_pat
     assert last[1] < 0.9 * first[1] and last[2] < first[2]
     assert length >= 1.0
     assert all(p.read_bytes() == content for p, content in files.items())
+
+
+def test_training_reads_two_matrices_of_the_target_and_no_more(config, target_path, monkeypatch):
+    """The tiny target ties them: one is read, of a file that holds its layers as well."""
+    whole, opened = [], safetensors.safe_open
+
+    class Recording:
+        def __init__(self, *arguments, **options) -> None:
+            self.file = opened(*arguments, **options)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error) -> None:
+            pass
+
+        def __getattr__(self, name: str):
+            return getattr(self.file, name)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            whole.append(name)
+            return self.file.get_tensor(name)
+
+    with safetensors.safe_open(target_path / "model.safetensors", framework="pt") as f:
+        assert len(list(f.keys())) > 10
+    monkeypatch.setattr(safetensors, "safe_open", Recording)
+    fit(replace(config, max_steps=1))
+    assert set(whole) == {"model.embed_tokens.weight"}
 
 
 def test_the_update_does_not_depend_on_accumulation(config, tmp_path):

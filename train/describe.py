@@ -10,6 +10,7 @@ RUN/run.json
 """
 
 import logging
+import os
 import subprocess
 import sys
 import uuid
@@ -18,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from data.cache import FeatureCache
@@ -87,6 +89,15 @@ def describe_run(
         accelerator.device,
         f", going on after step {start}" if start else "",
     )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if (devices := torch.accelerator.device_count()) > here:
+        log.info(
+            "devices: this machine has %d and %d is used. All of them: accelerate launch "
+            "--config_file conf/launch/ddp.yaml --num_processes %d -m scripts.train_head ...",
+            devices,
+            here,
+            devices,
+        )
     if config.unroll > 1:
         log.info(
             "unroll: each pair is drafted %d steps ahead, from step 2 on the head's own features",
