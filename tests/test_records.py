@@ -1,6 +1,9 @@
 import gzip
 import io
 import json
+import os
+import subprocess
+import sys
 import zipfile
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +15,7 @@ from data.conversations import Counts, read_conversations
 from data.records import read_records
 from tests.tiny import tiny_chats
 
+ROOT = Path(__file__).parent.parent
 CHATS = tiny_chats(3)
 LAYOUTS = {
     "array": json.dumps(CHATS).encode(),
@@ -190,3 +194,44 @@ def test_records_of_another_shape_are_shown_as_they_are(tmp_path, shape, layout)
 def test_folder_is_not_taken_for_a_file(tmp_path: Path):
     with pytest.raises(ValueError, match="holds nothing that can be read"):
         list(read_conversations(DatasetConfig(path=str(tmp_path)), Counts()))
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+READ = """
+import re, resource, sys
+from pathlib import Path
+from data.config import DatasetConfig
+from data.conversations import Counts, read_conversations
+
+def peak():
+    status = Path("/proc/self/status")
+    if status.exists():  # there ru_maxrss starts at the peak of whoever started the process
+        return 1024 * int(re.search(r"VmHWM:\\s+([0-9]+)", status.read_text())[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+before = peak()
+number = sum(1 for _ in read_conversations(DatasetConfig(path=sys.argv[1]), Counts()))
+print(number, peak() - before)
+"""
+
+
+@pytest.mark.parametrize("layout", ["array", "lines", "packed"])
+def test_memory_does_not_grow_with_the_file(tmp_path, layout):
+    """CHATS_MB=642 tries the size of the largest public ShareGPT file."""
+    megabytes = int(os.environ.get("CHATS_MB", "60"))
+    turns = [{"from": "human", "value": "x" * 5000}, {"from": "gpt", "value": "y" * 5000}]
+    chat = json.dumps({"conversations": turns}).encode()
+    number = megabytes * 1_000_000 // len(chat)
+    opened = gzip.open if layout == "packed" else open
+    with opened(tmp_path / "a.json", "wb") as file:
+        file.write(b"[" if layout == "array" else b"")
+        for i in range(number):
+            file.write(b"" if i == 0 else b"," if layout == "array" else b"\n")
+            file.write(chat)
+        file.write(b"]" if layout == "array" else b"")
+    # A process of its own, as memory that was ever taken counts for good.
+    command = [sys.executable, "-c", READ, str(tmp_path / "a.json")]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert int(output.split()[0]) == number
+    assert int(output.split()[1]) < 30e6
