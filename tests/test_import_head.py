@@ -245,12 +245,14 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path, head, read):
         read(folder)
 
 
-def test_a_bias_of_fc_is_refused_with_the_way_out(tmp_path, head, read):
+def test_a_bias_of_fc_is_refused_with_the_way_out(tmp_path, head, read, caplog):
     tensors = {**head.state_dict(), "fc.bias": torch.full((32,), 0.5)}
     folder = publish(tmp_path / "biased", tensors)
     with pytest.raises(ValueError, match=r"fc.bias is not zero \(its norm is 2.83\).*init_drop_bi"):
         read(folder)
+    caplog.set_level(logging.INFO, logger="train")
     assert_equal(read(folder, drop_bias=True), head)
+    assert "without its fc.bias" in caplog.text
 
 
 class Harmful:

@@ -25,8 +25,15 @@ from train.head import DraftHead
 
 log = logging.getLogger(__name__)
 EXPORTED = "eagle_head.json"
-SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-FIELDS = (*SIZES, "intermediate_size", "num_hidden_layers", "hidden_act")
+FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_hidden_layers",
+    "hidden_act",
+)
 EMBEDDING_ROWS = 8192  # compared at once
 
 
@@ -71,7 +78,8 @@ def read_head(
         _warn_of_other_embeddings(path, embedding, embed_tokens)
     for line in fingerprint_differences(fingerprint, origin.get("fingerprint", fingerprint)):
         log.warning("warning: init_from=%s was trained for another target: %s", path, line)
-    log.info("start: init_from=%s, %s", path, origin["kind"])
+    without = " without its fc.bias" if bias is not None and bias.any() else ""
+    log.info("start: init_from=%s, %s%s", path, origin["kind"], without)
     return {name: tensor.float() for name, tensor in tensors.items()}
 
 
@@ -89,8 +97,9 @@ def _read(path: str) -> tuple[dict[str, Tensor], LlamaConfig, dict[str, Any]]:
             "or an exported or published head (config.json and its weights)."
         )
     place = TargetConfig(path=path)
-    with explained(locate(place), "config"):
-        keys, _ = PretrainedConfig.get_config_dict(path)
+    location = locate(place)
+    with explained(location, "config"):
+        keys, _ = PretrainedConfig.get_config_dict(location.path)
     try:
         stored = open_checkpoint(place)
         found = {name: stored.read(name) for name in stored.files}
