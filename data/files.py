@@ -29,8 +29,8 @@ def writing(path: Path, *, also_reads: bool = False) -> Iterator[None]:
             raise
         raise RuntimeError(
             f"Cannot write {path}: {error}. Look at free space, quota, permissions, and whether "
-            "the folder is still there; then run the same command again. What was written before is "
-            "whole, and it goes on from there."
+            "the folder is still there; then run the same command again. What was written before "
+            "is whole, and it goes on from there."
         ) from error
 
 
