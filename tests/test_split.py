@@ -1,6 +1,18 @@
+import json
+import logging
+import re
+from itertools import product
+
 import pytest
 
+from data.cache import FeatureCache
+from data.config import DatasetConfig, DumpConfig, TargetConfig
+from data.dump import dump
 from data.split import is_heldout, stem, with_suffix
+from tests.tiny import tiny_chats
+from train.config import HeldoutConfig, TrainConfig
+from train.loop import fit
+from train.plan import chats_of, split_cache
 
 IDS = [f"chat{i}_{part}" for i in range(2000) for part in (0, 7)]
 
@@ -75,6 +87,61 @@ def test_suffix_makes_another_id_of_the_same_stem(name):
     other = with_suffix(name, "2")
     assert other != name
     assert stem(other) == stem(name)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory, target_path) -> FeatureCache:
+    """A cache of 12 chats in 3 parts each, the parts far from each other."""
+    folder = tmp_path_factory.mktemp("parts")
+    chats = tiny_chats(36)
+    for chat, (part, name) in zip(chats, product(range(3), range(12)), strict=True):
+        chat["id"] = f"chat{name}_{part}"
+    (folder / "chats.json").write_text(json.dumps(chats))
+    config = DumpConfig(
+        target=TargetConfig(path=str(target_path)),
+        dataset=DatasetConfig(path=str(folder / "chats.json")),
+        out=str(folder / "features"),
+    )
+    return FeatureCache(dump(config))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_training_and_held_out_sequences_share_no_chat(parts, seed):
+    heldout = HeldoutConfig(share=0.3, max_tokens=None)
+    config = TrainConfig(features=str(parts.path), out="none", seed=seed, heldout=heldout)
+    training, held_out = split_cache(parts, config)
+    assert sorted(training + held_out) == list(range(36))
+    assert not {parts.ids[i].split("_")[0] for i in training} & {
+        parts.ids[i].split("_")[0] for i in held_out
+    }
+    assert len(training) == 3 * len(chats_of(parts, training))
+
+
+def test_run_says_how_many_chats_are_on_each_side_and_that_none_is_on_both(parts, tmp_path, caplog):
+    config = TrainConfig(
+        features=str(parts.path),
+        out=str(tmp_path / "run"),
+        max_steps=1,
+        heldout=HeldoutConfig(share=0.3),
+    )
+    training, held_out = split_cache(parts, config)
+    with caplog.at_level(logging.INFO):
+        fit(config)
+    numbers = re.search(
+        r"data: (\d+) sequences of (\d+) chats .* (\d+) of (\d+) held out, overlap (\d+)",
+        caplog.text,
+    )
+    assert numbers
+    expected = [len(training), len(training) // 3, len(held_out), len(held_out) // 3, 0]
+    assert list(map(int, numbers.groups())) == expected
+
+
+def test_data_set_whose_ids_are_all_parts_of_one_chat_is_refused_with_the_reason(parts, tmp_path):
+    """`identity_0` … `identity_99` looks like one chat in 100 parts, and cannot be split."""
+    heldout = HeldoutConfig(share=1e-9)
+    config = TrainConfig(features=str(parts.path), out=str(tmp_path / "run"), heldout=heldout)
+    with pytest.raises(ValueError, match=r"36 sequences .* they are parts of 12 chats \(ids alike"):
+        split_cache(parts, config)
 
 
 HELD_OUT = [
