@@ -5,13 +5,15 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from data.config import TargetConfig, one_of
+from data.config import COLORS, TargetConfig, one_of
 
 NOISES = ("paper", "reference", "none")
 ENGINES = ("vllm", "sglang")
 TRACKERS = ("wandb", "tensorboard")
 INITS = ("random", "regression")
 INPUTS = ("feature_token", "token", "feature")
+TREES = ("chain", "static", "dynamic", "auto")
+BASELINES = ("prompt_lookup", "assistant")
 
 
 def flat(settings: dict, prefix: str = "") -> dict[str, object]:
@@ -139,10 +141,12 @@ class ExportConfig:
 class DecodeConfig:
     """How prompts are answered when a head is measured."""
 
-    prompts: str = MISSING  # JSON lines with `turns`, `messages` or `prompt`
-    limit: int | None = None  # use only the first N prompts
+    # A file, a folder of such files, a list of these, or {name: file}; the forms that are known
+    # are in data/prompt_sets.py.
+    prompts: Any = MISSING
+    limit: int | None = None  # use only the first N prompts of each set
     max_new_tokens: int = 128  # tokens of one answer
-    num_steps: int = 3  # draft tokens per round (greedy chain), K
+    num_steps: int = 3  # draft tokens per round (chain), or depth of the tree, K
     max_prompt_tokens: int = 1024  # longer prompts are left out, and counted
 
 
@@ -153,6 +157,72 @@ class EvaluateConfig(DecodeConfig):
     head: str = MISSING  # exported folder
     target: TargetConfig = MISSING
     out: str | None = None  # folder of the report; null: HEAD/evaluation
+    restart: bool = False  # answer all prompts anew, where `out` holds answers already
+    # chain, static (EAGLE-1), dynamic (EAGLE-2), or auto: the fastest by measured acceptance and
+    # measured forwards of this machine
+    tree: str = "chain"
+    topk: int | None = None  # children of a node; null: 1 for a chain, 4 for a tree
+    num_draft_tokens: int | None = None  # nodes with the root; null: num_steps+1, 8 for a tree
+    tree_prompts: int = 8  # prompts answered first, to shape a static tree or to choose one (auto)
+    batch_size: int = 1  # prompts answered at once
+    temperature: float = 0.0  # 0: greedy, and answers are compared with plain decoding
+    top_p: float = 1.0  # sample from the most likely tokens that make up this probability
+    top_k: int = 0  # sample from this many most likely tokens; 0: all
+    seed: int = 0  # of sampling
+    # prompt_lookup (drafts are copied from the prompt) and assistant (a smaller model drafts), both
+    # as Transformers has them: what a head is worth against what needs no training
+    baselines: list[str] = field(default_factory=list)
+    assistant: str | None = None  # the smaller model: hub id or folder
+
+    def __post_init__(self) -> None:
+        one_of("tree", self.tree, TREES)
+        for name in self.baselines:
+            one_of("baselines", name, BASELINES)
+        if ("assistant" in self.baselines) != bool(self.assistant):
+            raise ValueError(
+                f"baselines is {self.baselines} and assistant is {self.assistant}. Give both "
+                "baselines=[assistant] and assistant=MODEL, or neither."
+            )
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}, but must be 0 or more.")
+        if self.baselines and self.temperature > 0:
+            raise ValueError(
+                f"baselines={self.baselines} are measured greedily: their answers are compared. "
+                f"Leave them out, or temperature={self.temperature}."
+            )
+        for name in ("num_steps", "batch_size", "tree_prompts", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        shape = (self.topk, self.num_draft_tokens)
+        if self.tree in ("chain", "auto") and shape != (None, None):
+            raise ValueError(
+                f"topk={self.topk} and num_draft_tokens={self.num_draft_tokens} are of a tree, but "
+                f"tree={self.tree}. Leave them out, or choose tree=static or tree=dynamic."
+            )
+
+
+@dataclass
+class ChatConfig:
+    """A head, its target and a person at a terminal."""
+
+    head: str = MISSING  # exported folder
+    target: TargetConfig = MISSING
+    prompt: str | None = None  # answer this and end; null: read from the terminal
+    system: str | None = None  # system prompt
+    max_new_tokens: int = 512  # tokens of one answer
+    tree: str = "dynamic"  # chain, static or dynamic
+    num_steps: int = 4  # draft tokens per round (chain), or depth of the tree
+    topk: int | None = None  # children of a node; null: 1 for a chain, 4 for a tree
+    num_draft_tokens: int | None = None  # nodes with the root; null: num_steps+1, 8 for a tree
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0  # sample from the most likely tokens that make up this probability
+    top_k: int = 0  # sample from this many most likely tokens; 0: all
+    seed: int = 0  # of sampling
+    color: str = "auto"  # auto (a terminal without NO_COLOR), always or never
+
+    def __post_init__(self) -> None:
+        one_of("tree", self.tree, TREES[:3])
+        one_of("color", self.color, COLORS)
 
 
 @dataclass
