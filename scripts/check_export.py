@@ -14,7 +14,7 @@ from train.config import CheckConfig
 def main(cfg: DictConfig) -> None:
     config: CheckConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
-    from train.check import check
+    from train.serve.check import check
 
     if not check(config)["passed"]:
         sys.exit(1)

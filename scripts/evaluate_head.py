@@ -15,8 +15,8 @@ def main(cfg: DictConfig) -> None:
     config: EvaluateConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
     from train.evaluate import evaluate
-    from train.model_card import serve_command
     from train.report import table
+    from train.serve.model_card import serve_command
 
     report = evaluate(config)
     serve = serve_command(

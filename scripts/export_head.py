@@ -12,7 +12,7 @@ from train.config import ExportConfig
 def main(cfg: DictConfig) -> None:
     config: ExportConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
-    from train.export import export
+    from train.serve.export import export
 
     export(config)
 

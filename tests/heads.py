@@ -10,8 +10,8 @@ from data.files import write_json
 from data.target import Target
 from train.config import ExportConfig
 from train.decode import plain_generate
-from train.export import export
 from train.head import DraftHead, draft_config
+from train.serve.export import export
 
 
 def random_prompts(target: Target, lengths: list[int], *, seed: int = 0) -> list[Tensor]:

@@ -12,8 +12,8 @@ from data.files import write_json
 from data.target import fingerprint
 from tests.tiny import save_tiny_target, tiny_llama_config
 from train.config import ExportConfig
-from train.export import export
 from train.head import DraftHead, draft_config
+from train.serve.export import export
 
 
 def save_tiny_run(run: Path, target: Path, *, step: int = 20) -> Path:

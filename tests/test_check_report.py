@@ -1,4 +1,4 @@
-from train.check_report import advice, first_difference
+from train.serve.check_report import advice, first_difference
 
 
 def test_the_first_difference_is_a_token_or_an_early_end():

@@ -12,12 +12,12 @@ from data.prompts import prompt_ids
 from data.target import load_target
 from tests.runs import save_tiny_run
 from tests.tiny import save_tiny_target, tiny_llama_config
-from train.check import check
 from train.config import CheckConfig, ExportConfig
 from train.decode import plain_generate
-from train.engine_vllm import Request, require_vllm, run_vllm
-from train.export import export
 from train.head import DraftHead, draft_config
+from train.serve.check import check
+from train.serve.engine_vllm import Request, require_vllm, run_vllm
+from train.serve.export import export
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(

@@ -11,8 +11,8 @@ from data.config import TargetConfig
 from tests.runs import export_tiny, save_tiny_run, set_dtype
 from tests.tiny import save_tiny_target, tiny_llama_config
 from train.config import ExportConfig
-from train.export import export, load_exported, serve_command
 from train.head import DraftHead, draft_config
+from train.serve.export import export, load_exported, serve_command
 
 LAYER_TENSORS = {
     "fc.weight",

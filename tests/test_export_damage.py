@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from train.config import ExportConfig
-from train.export import compare, export, load_exported
 from train.head import DraftHead
+from train.serve.export import compare, export, load_exported
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from data.target import read_target_head
 from tests.runs import save_tiny_run
 from train.checkpoints import find_checkpoint
 from train.config import ExportConfig, HeadConfig, HeldoutConfig, TrainConfig
-from train.export import export
 from train.head import DraftHead, draft_config
-from train.import_head import read_head
 from train.loop import fit
+from train.serve.export import export
+from train.serve.import_head import read_head
 
 # What a published head's config.json says, in the words of Transformers 4, of the tiny target.
 PUBLISHED = {

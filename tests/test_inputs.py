@@ -9,9 +9,9 @@ import torch
 from tests.tiny import tiny_llama_config
 from train.checkpoints import find_checkpoint, load_head
 from train.config import ExportConfig, HeadConfig, HeldoutConfig, TrainConfig
-from train.export import export
 from train.head import DraftHead, draft_config
 from train.loop import fit
+from train.serve.export import export
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from tests.training import (
     weights,
 )
 from train.config import ExportConfig, TrainConfig
-from train.export import export
 from train.loop import fit
+from train.serve.export import export
 
 
 @pytest.fixture(scope="module")

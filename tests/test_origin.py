@@ -13,8 +13,8 @@ from data.origin import describe_replies, origin_path, replies_of
 from data.regenerate import regenerate
 from tests.talkative import save_talkative_target
 from train.config import ExportConfig, HeldoutConfig, TrainConfig
-from train.export import export
 from train.loop import fit
+from train.serve.export import export
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,10 @@ from train.decode import (
     speculative_generate,
     stop_ids_of,
 )
-from train.engine_config import dtype_name
-from train.export import load_exported
 from train.head import DraftHead
 from train.report import write_report
+from train.serve.engine_config import dtype_name
+from train.serve.export import load_exported
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from data.cache import FeatureCache
 from data.target import TargetHead
 from train.config import TrainConfig
 from train.head import DraftHead
-from train.import_head import read_head
+from train.serve.import_head import read_head
 
 log = logging.getLogger(__name__)
 MAX_PAIRS = 200_000  # that the fit looks at; 2H unknowns a row need no more

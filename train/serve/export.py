@@ -21,7 +21,8 @@ from data.target import (
 )
 from train.checkpoints import find_checkpoint, load_head
 from train.config import ExportConfig
-from train.engine_config import (
+from train.head import SERVED_INPUTS, DraftHead
+from train.serve.engine_config import (
     ENGINE_NAMES,
     UNSERVED,
     dtype_name,
@@ -29,8 +30,7 @@ from train.engine_config import (
     engine_tensors,
     tensor_problems,
 )
-from train.head import SERVED_INPUTS, DraftHead
-from train.model_card import model_card, serve_command
+from train.serve.model_card import model_card, serve_command
 
 __all__ = ["export", "load_exported", "serve_command"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from data.files import read_json
 from data.origin import describe_replies
-from train.engine_config import ENGINE_NAMES
+from train.serve.engine_config import ENGINE_NAMES
 
 CARD = """\
 # EAGLE draft head for {target}

@@ -1,7 +1,7 @@
 """Greedy decoding by real vLLM, in a child process of its own.
 
 vLLM does not start twice in one process, and on a CPU it needs an environment that is set before
-Python starts. The parent writes a request file; the child runs `python -m train.engine_vllm
+Python starts. The parent writes a request file; the child runs `python -m train.serve.engine_vllm
 REQUEST RESULT`, tells its stages on standard output and writes the result file. Importing this
 module imports no vLLM.
 """
@@ -71,7 +71,7 @@ def run_vllm(request: Request, folder: Path, *, name: str) -> Result:
     files = {kind: folder / f"{name}.{kind}" for kind in ("request.json", "result.json", "log")}
     files["result.json"].unlink(missing_ok=True)
     write_json(files["request.json"], asdict(request))
-    command = [sys.executable, "-m", "train.engine_vllm"]
+    command = [sys.executable, "-m", "train.serve.engine_vllm"]
     command += [str(files["request.json"]), str(files["result.json"])]
     with files["log"].open("wb") as output:
         child = subprocess.Popen(
@@ -98,7 +98,7 @@ def _environment(request: Request) -> dict[str, str]:
 
 
 def _root() -> str:
-    return str(Path(__file__).parents[1])
+    return str(Path(__file__).parents[2])
 
 
 def _wait(child: subprocess.Popen, output: Path, *, name: str) -> int:

@@ -20,13 +20,13 @@ from data.target import (
     load_tokenizer,
 )
 from train.acceptance import ChainCounts
-from train.check_report import NEAR_TIE, TOLERANCE, Answers, first_difference, show
 from train.config import CheckConfig
 from train.decode import as_served, speculative_generate, stop_ids_of
-from train.engine_config import dtype_name
-from train.engine_vllm import Request, Result, require_vllm, run_vllm
-from train.export import load_exported
 from train.head import DraftHead
+from train.serve.check_report import NEAR_TIE, TOLERANCE, Answers, first_difference, show
+from train.serve.engine_config import dtype_name
+from train.serve.engine_vllm import Request, Result, require_vllm, run_vllm
+from train.serve.export import load_exported
 
 log = logging.getLogger(__name__)
 

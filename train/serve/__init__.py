@@ -1,0 +1,1 @@
+"""The trained head and the engines that serve it: export, heads of others, checks."""
