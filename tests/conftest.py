@@ -45,3 +45,14 @@ def run_path(tmp_path_factory, target_path) -> Path:
     from tests.runs import save_tiny_run
 
     return save_tiny_run(tmp_path_factory.mktemp("export") / "run", target_path)
+
+
+@pytest.fixture(scope="session")
+def tiny_target_and_head(target_path):
+    """The tiny target, loaded, and an untrained head for it."""
+    from data.config import TargetConfig
+    from data.target import load_target
+    from tests.heads import random_head
+
+    target = load_target(TargetConfig(path=str(target_path), device="cpu"))
+    return target, random_head(target)

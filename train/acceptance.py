@@ -71,6 +71,34 @@ class ChainCounts:
         }
 
 
+def length_interval(
+    tried: Tensor, accepted: Tensor, clusters: Sequence[str]
+) -> tuple[float, float] | None:
+    """The 95 % confidence interval of τ; None from fewer than two clusters.
+
+    tried, accepted: [D, K]  counts of D documents or answers
+    clusters:        which of them resemble each other: whole clusters are drawn with replacement
+
+    Seeded, so the same counts have the same interval.
+    """
+    names = sorted(set(clusters))
+    if len(names) < 2:
+        return None
+    place = {name: i for i, name in enumerate(names)}
+    cluster = torch.tensor([place[name] for name in clusters])
+    draws = torch.randint(
+        len(names), (RESAMPLES, len(names)), generator=torch.Generator().manual_seed(0)
+    )
+    times = torch.zeros(draws.shape, dtype=torch.float64)
+    times.scatter_add_(1, draws, torch.ones_like(times))
+    times = times[:, cluster]  # [resamples, D]  how often each was drawn
+    rates = (times @ accepted.double()) / (times @ tried.double()).clamp(min=1)
+    lengths = 1 + rates.cumprod(dim=1).sum(dim=1)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = lengths.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    return low, high
+
+
 @dataclass
 class HeldoutEstimate:
     """Acceptance on held-out documents, counted apart: chats differ, and positions of one do not.
@@ -104,27 +132,10 @@ class HeldoutEstimate:
     def interval(self) -> tuple[float, float] | None:
         """The 95 % confidence interval of τ; None from fewer than two conversations.
 
-        Conversations, not positions, are drawn with replacement: the parts and replies of one chat
-        resemble each other. Seeded, so the same counts have the same interval.
+        Conversations, not positions, are drawn: the parts and replies of one chat resemble each
+        other.
         """
-        conversations = sorted({stem(name) for name in self.names})
-        if len(conversations) < 2:
-            return None
-        place = {name: i for i, name in enumerate(conversations)}
-        of_document = torch.tensor([place[stem(name)] for name in self.names])
-        draws = torch.randint(
-            len(conversations),
-            (RESAMPLES, len(conversations)),
-            generator=torch.Generator().manual_seed(0),
-        )
-        times = torch.zeros(draws.shape, dtype=torch.float64)
-        times.scatter_add_(1, draws, torch.ones_like(times))
-        times = times[:, of_document]  # [resamples, D]  how often each document was drawn
-        rates = (times @ self.accepted.double()) / (times @ self.tried.double()).clamp(min=1)
-        lengths = 1 + rates.cumprod(dim=1).sum(dim=1)
-        tail = (1 - CONFIDENCE) / 2
-        low, high = lengths.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
-        return low, high
+        return length_interval(self.tried, self.accepted, [stem(name) for name in self.names])
 
     def __str__(self) -> str:
         """As logs have it: 1.389 [1.352, 1.428]."""
