@@ -10,6 +10,7 @@ from tests.heads import CheatingHead, random_head, random_prompts, trained_head
 from tests.tiny import save_tiny_target, tiny_llama_config
 from train.decode import (
     DraftCache,
+    Drafting,
     Generation,
     as_served,
     count_accepted,
@@ -43,7 +44,7 @@ def generate(target, head, prompt, *, num_steps=3, max_new_tokens=NEW, stop_ids=
         target,
         head,
         prompt,
-        num_steps=num_steps,
+        drafting=Drafting.chain(num_steps),
         max_new_tokens=max_new_tokens,
         stop_ids=stop_ids,
     )
@@ -206,7 +207,7 @@ def test_drafts_are_those_of_the_packed_forward(target, head, prompts):
         expected = head(target.head.embed(text[1:]), features[:-1], [len(text) - 1])
         cache = DraftCache(head, capacity=len(text))
         for j in range(len(text) - 1):
-            drafted = draft_chain(
+            drafted, _ = draft_chain(
                 head, target.head, cache, features[j : j + 1], text[j + 1 : j + 2], num_steps=1
             )
             assert int(drafted) == int(target.head.logits(expected[j]).argmax())

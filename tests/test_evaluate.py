@@ -11,7 +11,7 @@ from data.target import Target, load_target
 from tests.heads import export_tiny, random_head, trained_head
 from tests.tiny import save_tiny_target, tiny_llama_config
 from train.config import EvaluateConfig
-from train.decode import plain_generate, speculative_generate, stop_ids_of
+from train.decode import Drafting, plain_generate, speculative_generate, stop_ids_of
 from train.evaluate import evaluate, explain_difference
 from train.report import table, write_report
 
@@ -225,7 +225,7 @@ def test_an_untrained_head_reports_what_speculative_generate_counts(tmp_path, ta
             target,
             head,
             ids,
-            num_steps=5,
+            drafting=Drafting.chain(5),
             max_new_tokens=NEW,
             stop_ids=stop_ids_of(target),
         )

@@ -18,6 +18,7 @@ from data.target import Target, check_output_head, fingerprint_differences, load
 from train.acceptance import ChainCounts
 from train.config import EvaluateConfig
 from train.decode import (
+    Drafting,
     Generation,
     TargetStream,
     as_served,
@@ -155,7 +156,12 @@ def _both_ways(
 
     plain = plainly() if plain_first else None
     drafted = speculative_generate(
-        target, head, ids, num_steps=num_steps, max_new_tokens=max_new_tokens, stop_ids=stop_ids
+        target,
+        head,
+        ids,
+        drafting=Drafting.chain(num_steps),
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
     )
     return plain or plainly(), drafted
 

@@ -37,7 +37,7 @@ def draft_chain(
     tokens: Tensor,
     *,
     num_steps: int,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Extend `cache` by real pairs, then draft `num_steps` tokens greedily.
 
     The pairs are those that follow the cached ones; the last token is the newest of the sequence,
@@ -45,16 +45,21 @@ def draft_chain(
 
     features: [T, H]  f_j from the target
     tokens:   [T]     t_{j+1}
-    returns   [K]     drafted tokens, on the device: nothing here waits for it
+    returns   [K]     drafted tokens, and the head's probabilities of them; on the device, nothing
+                      here waits for it
     """
     hidden = _last_output(head, cache, output_head.embed(tokens), features, start=cache.length)
     cache.length += len(tokens)
-    drafted = [output_head.logits(hidden).argmax(dim=-1)]
-    for step in range(num_steps - 1):
-        embedding = output_head.embed(drafted[-1])
-        hidden = _last_output(head, cache, embedding, hidden, start=cache.length + step)
-        drafted.append(output_head.logits(hidden).argmax(dim=-1))
-    return torch.cat(drafted)
+    drafted: list[Tensor] = []
+    confidences: list[Tensor] = []
+    for step in range(num_steps):
+        if step:
+            embedding = output_head.embed(drafted[-1])
+            hidden = _last_output(head, cache, embedding, hidden, start=cache.length + step - 1)
+        best, token = output_head.logits(hidden).softmax(dim=-1).max(dim=-1)
+        drafted.append(token)
+        confidences.append(best)
+    return torch.cat(drafted), torch.cat(confidences)
 
 
 def _last_output(

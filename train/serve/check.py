@@ -21,7 +21,7 @@ from data.target import (
 )
 from train.acceptance import ChainCounts
 from train.config import CheckConfig
-from train.decode import as_served, speculative_generate, stop_ids_of
+from train.decode import Drafting, as_served, speculative_generate, stop_ids_of
 from train.head import DraftHead
 from train.serve.check_report import NEAR_TIE, TOLERANCE, Answers, first_difference, show
 from train.serve.engine_config import dtype_name
@@ -144,7 +144,7 @@ def _decode(
             target,
             served,
             torch.tensor(ids),
-            num_steps=config.num_steps,
+            drafting=Drafting.chain(config.num_steps),
             max_new_tokens=config.max_new_tokens,
             stop_ids=stop_ids,
         )
