@@ -66,3 +66,13 @@ def test_a_line_that_no_log_has_is_named(tmp_path, line):
         file.write(line + "\n")
     with pytest.raises(ValueError, match=r"answers\.jsonl:3 is not an answer .* restart=true"):
         AnswerLog(tmp_path, HEADER)
+
+
+def test_a_figure_is_measured_once(tmp_path):
+    log = AnswerLog(tmp_path, HEADER)
+    assert log.once("costs", lambda: {"rows": (1, 2)}) == {"rows": [1, 2]}
+    log.append([answer("a")])
+    again = AnswerLog(tmp_path, HEADER)
+    assert again.once("costs", lambda: pytest.fail("measured again")) == {"rows": [1, 2]}
+    assert again.answers == [answer("a")]
+    assert AnswerLog(tmp_path, HEADER, restart=True).once("costs", lambda: 5) == 5

@@ -1,11 +1,12 @@
 """The answers that were measured so far: one file, only ever appended to, so that a run goes on.
 
-OUT/answers.jsonl   a line that says what is measured and how, then one line for each answer
+OUT/answers.jsonl   a line that says what is measured and how, then one line for each answer, and
+                    one for each figure that must not change when a run goes on
 """
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class AnswerLog:
         self.path = out / ANSWERS
         self.header = {"format_version": FORMAT_VERSION, **header}
         self._answers: dict[tuple, dict[str, Any]] = {}
+        self._figures: dict[str, Any] = {}
         out.mkdir(parents=True, exist_ok=True)
         if restart or not self._read():
             self.path.unlink(missing_ok=True)
@@ -50,6 +52,14 @@ class AnswerLog:
         """The answer to a turn of a prompt of a set."""
         return self._answers.get(key)
 
+    def once(self, figure: str, measure: Callable[[], Any]) -> Any:
+        """What `measure` gives, or gave when it was asked for the first time; a JSON value."""
+        if figure not in self._figures:
+            value = json.loads(json.dumps(measure()))
+            self._append({"figure": figure, "value": value})
+            self._figures[figure] = value
+        return self._figures[figure]
+
     def append(self, answers: Sequence[dict[str, Any]]) -> None:
         """Add answers; they are on the disk when this returns."""
         self._append(*answers)
@@ -58,6 +68,9 @@ class AnswerLog:
             self._note(json.loads(json.dumps(answer)))
 
     def _note(self, answer: dict[str, Any]) -> None:
+        if "figure" in answer:
+            self._figures[answer["figure"]] = answer["value"]
+            return
         self._answers[tuple(answer[name] for name in self.KEY)] = answer
 
     def _read(self) -> bool:
@@ -84,7 +97,7 @@ class AnswerLog:
         try:
             record = json.loads(line)
             if number > 1:
-                [record[name] for name in self.KEY]
+                [record[name] for name in (("value",) if "figure" in record else self.KEY)]
             return dict(record)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(

@@ -190,6 +190,11 @@ class EvaluateConfig(DecodeConfig):
                 f"baselines={self.baselines} are measured greedily: their answers are compared. "
                 f"Leave them out, or temperature={self.temperature}."
             )
+        if self.baselines and self.batch_size > 1:
+            raise ValueError(
+                f"baselines={self.baselines} answer one prompt at a time, as Transformers has them. "
+                f"Leave them out, or batch_size={self.batch_size}."
+            )
         for name in ("num_steps", "batch_size", "tree_prompts", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1.")
