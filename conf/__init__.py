@@ -96,11 +96,11 @@ def expand(
     """
     recipes = [a.partition("=")[2] for a in arguments if a.startswith("recipe=")]
     rest = [_as_path(a, groups) for a in arguments if not a.startswith("recipe=")]
-    # argparse does not take overrides on both sides of this flag, which is where people write it.
-    rest.sort(key=lambda a: a not in ("--multirun", "-m"))
     said = {a.partition("=")[0].lstrip("+~") for a in rest}
     values = [v for name in recipes for v in _recipe(script, name, groups)]
-    return [v for v in values if v.partition("=")[0] not in said] + rest
+    expanded = [v for v in values if v.partition("=")[0] not in said] + rest
+    # argparse does not take overrides on both sides of this flag, which is where people write it.
+    return sorted(expanded, key=lambda a: a not in ("--multirun", "-m"))
 
 
 def _is_ours(error: BaseException) -> bool:

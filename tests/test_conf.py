@@ -40,6 +40,13 @@ def test_what_the_user_says_wins_over_the_recipe():
     assert "features=checkpoints/demo/features" in arguments
 
 
+def test_a_sweep_may_start_from_a_recipe():
+    """The recipe's values once stood before the flag, where argparse refused the rest."""
+    arguments = ["--multirun", "recipe=ablation", "head.inputs=token", "features=nix", "out=nix"]
+    result = run("scripts.train_head", *arguments)
+    assert "nix" in result.stderr and "unrecognized" not in result.stderr
+
+
 def test_a_path_is_taken_for_target_and_dataset_unless_a_file_has_that_name():
     arguments = expand("dump_features", ["target=org/name", "dataset=a/b.json"])
     assert arguments == ["target.path=org/name", "dataset.path=a/b.json"]
