@@ -14,6 +14,9 @@ from train.loss import distillation_loss
 
 H, V, N = 16, 50, 37
 ROOT = Path(__file__).parent.parent
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler"
+)
 
 
 def make(dtype=torch.float64, **rules):
@@ -47,7 +50,7 @@ def test_chunked_loss_and_gradient_equal_the_plain_ones(rules, chunk_rows):
     assert_close(chunked_gradient, plain_gradient, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("rules", [{}, {"logit_scale": 0.25, "soft_cap": 3.0}])
 def test_the_fused_loss_and_gradient_equal_the_plain_ones(rules):
     head, predicted, features = make(**rules)
@@ -64,6 +67,29 @@ def test_the_fused_loss_and_gradient_equal_the_plain_ones(rules):
         rtol=1e-10,
         atol=1e-12,
     )
+
+
+@pytest.mark.parametrize("rules", [{}, {"logit_scale": 0.25, "soft_cap": 3.0}])
+@pytest.mark.parametrize("fuse", [False, pytest.param(True, marks=needs_compiler)])
+def test_the_top_k_term_and_its_gradient_equal_the_plain_ones(rules, fuse):
+    head, predicted, features = make(**rules)
+    weights = {"l1_weight": 0.7, "ce_weight": 0.3}
+    ours = distillation_loss(
+        predicted, features, head, chunk_rows=10, top_k=4, top_k_weight=1.5, fuse=fuse, **weights
+    )
+    target_probs, best = head.logits(features).softmax(-1).sort(dim=-1, descending=True)
+    log_probs = head.logits(predicted).log_softmax(-1).gather(-1, best[:, :4])
+    term = -(target_probs[:, :4] * log_probs).sum()
+    without = distillation_loss(predicted, features, head, **weights)
+    plain = without.loss + 1.5 * term
+
+    assert_close(ours.loss, plain, rtol=1e-12, atol=1e-12)
+    assert_close(
+        *(torch.autograd.grad(x, predicted)[0] for x in (ours.loss, plain)), rtol=1e-10, atol=1e-12
+    )
+    # What is logged stays comparable.
+    assert_close(ours.cross_entropy, without.cross_entropy, rtol=1e-12, atol=1e-12)
+    assert int(ours.agreed) == int(without.agreed)
 
 
 def test_the_bias_of_an_output_head_counts():

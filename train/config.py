@@ -8,7 +8,7 @@ from omegaconf import MISSING
 from data.config import COLORS, TargetConfig, one_of
 
 NOISES = ("paper", "reference", "none")
-ENGINES = ("vllm", "sglang")
+ENGINES = ("vllm", "sglang", "eagle")
 TRACKERS = ("wandb", "tensorboard")
 INITS = ("random", "regression")
 INPUTS = ("feature_token", "token", "feature")
@@ -43,6 +43,9 @@ class LossConfig:
 
     l1_weight: float = 1.0  # weight of the Smooth-L1 term
     ce_weight: float = 0.1  # weight of the cross-entropy term
+    # HASS's term: the cross-entropy's summands at the target's K most likely tokens, once more
+    top_k: int = 0  # K, 10 in the paper; 0: without it
+    top_k_weight: float = 1.0  # weight of that term
     vocab: int | None = None  # cross-entropy over the N most frequent tokens only; null: all
     chunk_rows: int | None = None  # positions per output head product; null: 512 CPU, 2048 GPU
     fuse: bool = False  # compile the passes over the vocabulary (needs a C++ compiler, or Triton)
@@ -96,6 +99,11 @@ class TrainConfig:
         one_of("noise", self.noise, NOISES)
         one_of("head.init", self.head.init, INITS)
         one_of("head.inputs", self.head.inputs, INPUTS)
+        if self.loss.top_k < 0 or self.loss.top_k > (self.loss.vocab or self.loss.top_k):
+            raise ValueError(
+                f"loss.top_k is {self.loss.top_k}, expected 0 (without that term) up to loss.vocab "
+                f"({self.loss.vocab or 'the whole vocabulary'})."
+            )
         if self.unroll < 1:
             raise ValueError(f"unroll is {self.unroll}, but must be at least 1 (no unrolling).")
         if self.init_from and self.head.init != "random":
@@ -127,9 +135,13 @@ class CompareConfig:
 class ExportConfig:
     """A checkpoint in, a folder that a serving engine loads out."""
 
-    checkpoint: str = MISSING  # folder of a run (its best checkpoint) or of one checkpoint
-    engine: str = "vllm"  # vllm or sglang
+    # A run (its best checkpoint), one checkpoint, or another head's folder or hub id: an export, or
+    # a published head (then target= says whose it is).
+    checkpoint: str = MISSING
+    engine: str = "vllm"  # vllm, sglang, or eagle: the layout of the EAGLE repository
     out: str | None = None  # null: RUN/export/ENGINE
+    push_to_hub: str | None = None  # upload the folder to this hub id too (ORG/NAME)
+    private: bool = True  # whether the hub repository is made private
     # An empty path: where the checkpoint says.
     target: TargetConfig = field(default_factory=lambda: TargetConfig(path=""))
 
@@ -192,7 +204,7 @@ class EvaluateConfig(DecodeConfig):
             )
         if self.baselines and self.batch_size > 1:
             raise ValueError(
-                f"baselines={self.baselines} answer one prompt at a time, as Transformers has them. "
+                f"baselines={self.baselines} answer one prompt at a time, as in Transformers. "
                 f"Leave them out, or batch_size={self.batch_size}."
             )
         for name in ("num_steps", "batch_size", "tree_prompts", "max_new_tokens"):

@@ -69,6 +69,8 @@ def batch_loss(run: Run, batch: PackedBatch, epoch: int) -> LossSums:
         target_head=run.loss_head,
         l1_weight=config.loss.l1_weight,
         ce_weight=config.loss.ce_weight,
+        top_k=config.loss.top_k,
+        top_k_weight=config.loss.top_k_weight,
         chunk_rows=config.loss.chunk_rows,
         fuse=config.loss.fuse,
     )
