@@ -65,7 +65,7 @@ def read(head, embeddings, target_path):
     known = fingerprint(TargetConfig(path=str(target_path)))
 
     def read(folder, **options):
-        arguments = {"embed_tokens": embeddings, "fingerprint": known, **options}
+        arguments = {"embed_tokens": embeddings, "known": known, **options}
         return read_head(str(folder), head.config, **arguments)
 
     return read
@@ -162,7 +162,7 @@ def test_a_head_of_another_target_is_a_warning_that_names_the_field(
 ):
     run = save_tiny_run(tmp_path / "run", target_path)
     other = fingerprint(TargetConfig(path=str(target_path))) | {"weights": "0123"}
-    read(run, fingerprint=other)
+    read(run, known=other)
     assert "trained for another target: weights: 0123 here" in caplog.text
 
 

@@ -122,7 +122,9 @@ class DraftHead(nn.Module):
         self.config = config
         self.inputs: str = getattr(config, "head_inputs", SERVED_INPUTS)
         width = config.hidden_size * (2 if self.inputs == "feature_token" else 1)
-        self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        # Trained here without a bias; some published heads have one.
+        bias = getattr(config, "fc_bias", False)
+        self.fc = nn.Linear(width, config.hidden_size, bias=bias)
         self.layers = nn.ModuleList([DecoderLayer(config)])
         self.rotary = LlamaRotaryEmbedding(config)
         for module in self.modules():

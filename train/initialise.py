@@ -37,7 +37,7 @@ def initialise(
             config.init_from,
             head.config,
             embed_tokens=target_head.embed_tokens,
-            fingerprint=cache.fingerprint,
+            known=cache.fingerprint,
             drop_bias=config.init_drop_bias,
         )
         head.load_state_dict(tensors)

@@ -13,14 +13,25 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from train.head import DraftHead
 
-ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "eagle": "the EAGLE repository"}
 # vLLM puts "Eagle" in front of the name itself; SGLang wants it at the end.
-ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
+ARCHITECTURES = {
+    "vllm": "LlamaForCausalLM",
+    "sglang": "LlamaForCausalLMEagle",
+    "eagle": "LlamaForCausalLM",
+}
+# The EAGLE repository's loader opens this name and no other.
+WEIGHTS = {
+    "vllm": "model.safetensors",
+    "sglang": "model.safetensors",
+    "eagle": "pytorch_model.bin",
+}
 
 # Targets that load but cannot be served with an `eagle` head, by engine version tried.
 UNSERVED = {
     "vllm": ("0.32", {"gemma2"}),
     "sglang": ("0.5.23", {"gemma2", "granite", "mixtral", "qwen2_moe"}),
+    "eagle": ("v1 to v3", set()),
 }
 
 
@@ -56,6 +67,9 @@ def engine_config(
     if engine == "vllm":
         # Said, not left out: a true here would give the layers biases that no tensor fills.
         config |= {"attention_bias": False, "mlp_bias": False, "bias": False}
+    if engine == "eagle":
+        # Means fc's bias here, and an absent key means that there is one.
+        config["bias"] = bool(getattr(head, "fc_bias", False))
     soft_cap = getattr(target.get_text_config(), "final_logit_softcapping", None)
     if engine == "sglang" and soft_cap:
         config["final_logit_softcapping"] = soft_cap  # SGLang's head caps its logits by itself
@@ -72,17 +86,32 @@ def rope_keys(parameters: dict[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def engine_tensors(head: DraftHead, *, engine: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of model.safetensors, converted once to `dtype`.
+def engine_tensors(
+    head: DraftHead, *, engine: str, dtype: torch.dtype, embed_tokens: Tensor
+) -> dict[str, Tensor]:
+    """The tensors of the weights file, converted once to `dtype`.
 
-    SGLang's fc always has a bias, random if the file has none; vLLM's never has one.
+    embed_tokens: [V, H]  of the target; only the EAGLE repository's loader asks for a copy
+
+    SGLang's fc always has a bias, random if the file has none; vLLM's never has one. Raises
+    ValueError for a head with a bias that vLLM would drop.
     """
     tensors = {
         name: tensor.detach().to("cpu", dtype).contiguous()
         for name, tensor in head.state_dict().items()
     }
+    if engine == "vllm" and "fc.bias" in tensors:
+        norm = float(tensors["fc.bias"].float().norm())
+        raise ValueError(
+            f"This head has an fc.bias that is not zero (its norm is {norm:.3g}), and vLLM drops "
+            "it silently: it would serve another network. Export it with engine=sglang or "
+            "engine=eagle, which have one; or train on without it (train_head init_from=... "
+            "init_drop_bias=true) and export that."
+        )
     if engine == "sglang":
-        tensors["fc.bias"] = torch.zeros(head.config.hidden_size, dtype=dtype)
+        tensors.setdefault("fc.bias", torch.zeros(head.config.hidden_size, dtype=dtype))
+    if engine == "eagle":
+        tensors["embed_tokens.weight"] = embed_tokens.detach().to("cpu", dtype).contiguous()
     return tensors
 
 
@@ -100,8 +129,6 @@ def tensor_problems(
             problems.append(f"{name} is {dtype_name(tensor.dtype)}, expected {dtype_name(dtype)}")
         if not tensor.isfinite().all():
             problems.append(f"{name} holds values that are not finite")
-        if name == "fc.bias" and tensor.any():
-            problems.append("fc.bias is not zero, but the head is trained without one")
     return problems
 
 

@@ -1,19 +1,19 @@
 """From a checkpoint to the folder that a serving engine loads, and back."""
 
 import logging
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from data.config import TargetConfig, or_known
-from data.files import atomic_folder, read_json, write_json
+from data.files import atomic_folder, read_json, sha256, write_json
 from data.target import (
-    TargetHead,
     fingerprint,
     fingerprint_differences,
     load_config,
@@ -25,22 +25,24 @@ from train.head import SERVED_INPUTS, DraftHead
 from train.serve.engine_config import (
     ENGINE_NAMES,
     UNSERVED,
+    WEIGHTS,
     dtype_name,
     engine_config,
     engine_tensors,
     tensor_problems,
 )
-from train.serve.model_card import model_card, serve_command
+from train.serve.folder import RECORD, read_folder
+from train.serve.hub import push
+from train.serve.import_head import config_of, load_head_folder
+from train.serve.model_card import measured_tree, model_card, serve_command
 
 __all__ = ["export", "load_exported", "serve_command"]
 
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-RECORD = "eagle_head.json"
-WEIGHTS = "model.safetensors"
 COMMAND = "python -m scripts.export_head"
-FILES = {"config.json", WEIGHTS, RECORD, "README.md"}
+FILES = {"config.json", *WEIGHTS.values(), RECORD, "README.md"}
 REPORTS = {"evaluation", "check"}  # measured on this head; they go when it is replaced
 
 
@@ -48,47 +50,22 @@ def export(config: ExportConfig) -> Path:
     """Write the folder that `config.engine` serves, read it again and compare. Returns it.
 
     Raises ValueError if the target is not the one that the head was trained for, if the folder
-    holds files that no export wrote, or if what was read back is not what was trained.
+    holds files that no export wrote, if the engine would drop a tensor, or if what was read back
+    is not what was trained.
     """
-    checkpoint = find_checkpoint(Path(config.checkpoint))
-    head, record = load_head(checkpoint)
-    if head.inputs != SERVED_INPUTS:
-        raise ValueError(
-            f"{checkpoint} was trained with head.inputs={head.inputs}, for comparison: engines "
-            f"feed a head both token and feature. Export one with head.inputs={SERVED_INPUTS}."
-        )
-    target, target_config, target_head = _read_target(config, record, checkpoint)
+    head, record, source, target = _read_source(config)
+    target_config, target_head = load_config(target), read_target_head(target)
     dtype = target_head.weight.dtype
-    out = Path(config.out) if config.out else _run_folder(checkpoint) / "export" / config.engine
+    out = Path(config.out) if config.out else _run_folder(source) / "export" / config.engine
     _check_folder_is_ours(out)
-    log.info("checkpoint  %s, step %s", checkpoint, record["step"])
+    step = f", step {record['step']}" if record.get("step") is not None else ""
+    log.info("checkpoint  %s%s", source, step)
     log.info("target      %s, %s in %s", target.path, target_config.model_type, dtype_name(dtype))
     if target_config.model_type != "llama":
         log.info(
             "head        one Llama layer, by design: that is what engines build for any target"
         )
-    tried, unserved = UNSERVED[config.engine]
-    if target_config.model_type in unserved:
-        log.warning(
-            "warning     %s %s has no drafting for %s targets; see whether your version has",
-            ENGINE_NAMES[config.engine],
-            tried,
-            target_config.model_type,
-        )
-
-    origin = {
-        "format_version": FORMAT_VERSION,
-        "method": "eagle",
-        "engine": config.engine,
-        "dtype": dtype_name(dtype),
-        "step": record["step"],
-        "acceptance": record.get("acceptance"),
-        "fingerprint": record["fingerprint"],
-        "cache": record.get("cache"),
-        "replies": record.get("replies"),
-        "settings": record.get("settings"),
-        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
-    }
+    _warn_of_unserved(config.engine, target_config)
     keys = engine_config(
         head.config,
         target_config,
@@ -96,20 +73,25 @@ def export(config: ExportConfig) -> Path:
         vocab_size=target_head.weight.shape[0],
         dtype=dtype,
     )
+    tensors = engine_tensors(
+        head, engine=config.engine, dtype=dtype, embed_tokens=target_head.embed_tokens
+    )
     with atomic_folder(out) as tmp:
-        save_file(
-            engine_tensors(head, engine=config.engine, dtype=dtype),
-            tmp / WEIGHTS,
-            metadata={"format": "pt"},
-        )
+        weights = tmp / WEIGHTS[config.engine]
+        _save(tensors, weights)
         write_json(tmp / "config.json", keys)
+        origin = _origin(config.engine, record, head, dtype=dtype, weights=weights)
         write_json(tmp / RECORD, origin)
-        card = model_card(origin, out, target.path)
+        _keep_reports(out, tmp, weights)
+        card = model_card(origin, out, target.path, tree=measured_tree(tmp))
         (tmp / "README.md").write_text(card, encoding="utf-8")
         error = compare(head, tmp)
     log.info("read back   tensors equal bit for bit in %s, outputs within %.1e", dtype, error)
     log.info("exported    %s", out)
-    log.info("serve with  %s", serve_command(out, target.path, config.engine))
+    command = serve_command(out, target.path, config.engine, tree=measured_tree(out))
+    log.info("serve with  %s", command)
+    if config.push_to_hub:
+        push(out, config.push_to_hub, private=config.private)
     return out
 
 
@@ -124,21 +106,33 @@ def load_exported(path: Path) -> tuple[DraftHead, dict]:
             f"{path / RECORD} has format_version {record.get('format_version')}, this version "
             f"reads {FORMAT_VERSION}. Export the head again with `{COMMAND} checkpoint=...`."
         )
-    tensors = _load_tensors(path)
-    keys = read_json(path / "config.json", made_by=f"{COMMAND} checkpoint=... out={path}")
-    head = DraftHead(LlamaConfig.from_dict(keys))
+    read, engine = read_folder(path), record["engine"]
+    if read.files != [WEIGHTS[engine]]:
+        raise ValueError(
+            f"{path} must hold exactly one weights file, {WEIGHTS[engine]}, but holds "
+            f"{', '.join(read.files) or 'none'}. Engines load all they find."
+        )
+    config = config_of(read.keys)
+    config.fc_bias = record.get("fc_bias", False)
+    head, tensors = DraftHead(config), dict(read.tensors)
     shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
-    if record["engine"] == "sglang":
-        shapes["fc.bias"] = torch.Size([head.config.hidden_size])
+    if engine == "sglang":
+        shapes["fc.bias"] = torch.Size([config.hidden_size])
+    if engine == "eagle":
+        shapes["embed_tokens.weight"] = torch.Size([config.vocab_size, config.hidden_size])
     problems = tensor_problems(tensors, shapes, dtype=getattr(torch, record["dtype"]))
-    problems += _config_problems(keys)
+    problems += _config_problems(read.keys, engine, fc_bias=config.fc_bias)
+    if not config.fc_bias and tensors.pop("fc.bias", torch.zeros(1)).any():
+        problems.append("fc.bias is not zero, but the head is trained without one")
+    if read.altered:
+        problems.append(f"{WEIGHTS[engine]} is another file than was exported (its checksum)")
     if problems:
         raise ValueError(
-            f"{path} is not a head that {record['engine']} serves as it was trained: "
+            f"{path} is not a head that {engine} serves as it was trained: "
             + "; ".join(problems)
-            + f". Export it again with `{COMMAND} checkpoint=... engine={record['engine']}`."
+            + f". Export it again with `{COMMAND} checkpoint=... engine={engine}`."
         )
-    tensors.pop("fc.bias", None)
+    tensors.pop("embed_tokens.weight", None)
     head.load_state_dict(tensors)  # converts to the module's float32
     return head.eval(), record
 
@@ -156,7 +150,7 @@ def compare(head: DraftHead, path: Path) -> float:
     read_state = read.state_dict()
     for name, trained in head.state_dict().items():
         if not torch.equal(read_state[name], trained.to(dtype).float()):
-            raise RuntimeError(f"{name} in {path / WEIGHTS} is not the trained tensor.")
+            raise RuntimeError(f"{name} in {path} is not the trained tensor.")
     if not torch.equal(read.rotary.inv_freq, head.rotary.inv_freq):
         raise RuntimeError(f"The RoPE settings in {path / 'config.json'} are not the trained ones.")
     inputs = _random_inputs(head.config)
@@ -172,19 +166,87 @@ def compare(head: DraftHead, path: Path) -> float:
     return error
 
 
-def _read_target(
-    config: ExportConfig, record: dict, checkpoint: Path
-) -> tuple[TargetConfig, PretrainedConfig, TargetHead]:
-    known = record["fingerprint"]
-    target = or_known(config.target, known)
-    differences = fingerprint_differences(fingerprint(target), known)
+def _read_source(config: ExportConfig) -> tuple[DraftHead, dict, Path, TargetConfig]:
+    """The head, its record and place, and its target; checked that they belong together."""
+    given = Path(config.checkpoint).expanduser()
+    is_folder = (given / "config.json").is_file() and not (given / "checkpoint.json").is_file()
+    if is_folder or not given.exists():
+        if not config.target.path and not (given / RECORD).is_file():
+            raise ValueError(
+                f"{config.checkpoint} is no run of this project, so nothing says which target its "
+                "head is for. Say where that is (target=...)."
+            )
+        record = read_json(given / RECORD, made_by=COMMAND) if (given / RECORD).is_file() else {}
+        target = or_known(config.target, record.get("fingerprint") or {"path": "", "revision": ""})
+        head, record = load_head_folder(config.checkpoint, target)
+        source = given
+    else:
+        source = find_checkpoint(given)
+        head, record = load_head(source)
+        target = or_known(config.target, record["fingerprint"])
+    if head.inputs != SERVED_INPUTS:
+        raise ValueError(
+            f"{source} was trained with head.inputs={head.inputs}, for comparison: engines "
+            f"feed a head both token and feature. Export one with head.inputs={SERVED_INPUTS}."
+        )
+    differences = fingerprint_differences(fingerprint(target), record["fingerprint"])
     if differences:
         raise ValueError(
-            f"{target.path} is not the target that {checkpoint} was trained for: "
+            f"{target.path} is not the target that {source} was trained for: "
             + "; ".join(differences)
             + ". Say where that target is (target=...)."
         )
-    return target, load_config(target), read_target_head(target)
+    return head, record, source, target
+
+
+def _origin(
+    engine: str, record: dict, head: DraftHead, *, dtype: torch.dtype, weights: Path
+) -> dict[str, Any]:
+    """What eagle_head.json says."""
+    published = {key: record[key] for key in ("published", "source") if record.get("published")}
+    return {
+        "format_version": FORMAT_VERSION,
+        "method": "eagle",
+        "engine": engine,
+        "dtype": dtype_name(dtype),
+        "fc_bias": head.fc.bias is not None,
+        "weights_sha256": sha256(weights),
+        "step": record.get("step"),
+        "acceptance": record.get("acceptance"),
+        "fingerprint": record["fingerprint"],
+        "cache": record.get("cache"),
+        "replies": record.get("replies"),
+        "settings": record.get("settings"),
+        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
+        **published,
+    }
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    if file.suffix == ".bin":
+        torch.save(tensors, file)
+    else:
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _keep_reports(out: Path, tmp: Path, weights: Path) -> None:
+    """Reports that were measured on the very same weights stay beside them."""
+    if not (out / weights.name).is_file() or sha256(out / weights.name) != sha256(weights):
+        return
+    for name in REPORTS:
+        if (out / name).is_dir():
+            shutil.copytree(out / name, tmp / name)
+
+
+def _warn_of_unserved(engine: str, target_config: PretrainedConfig) -> None:
+    tried, unserved = UNSERVED[engine]
+    if target_config.model_type in unserved:
+        log.warning(
+            "warning     %s %s has no drafting for %s targets; see whether your version has",
+            ENGINE_NAMES[engine],
+            tried,
+            target_config.model_type,
+        )
 
 
 def _run_folder(checkpoint: Path) -> Path:
@@ -205,20 +267,10 @@ def _check_folder_is_ours(out: Path) -> None:
         )
 
 
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    files = sorted(f.name for f in path.iterdir() if f.suffix in (".safetensors", ".bin", ".pt"))
-    if files != [WEIGHTS]:
-        raise ValueError(
-            f"{path} must hold exactly one weights file, {WEIGHTS}, but holds "
-            f"{', '.join(files) or 'none'}. Engines load all they find."
-        )
-    return load_file(path / WEIGHTS)
-
-
-def _config_problems(keys: dict[str, Any]) -> list[str]:
+def _config_problems(keys: dict[str, Any], engine: str, *, fc_bias: bool) -> list[str]:
     expected = {
         "num_hidden_layers": 1,
-        "bias": False,
+        "bias": fc_bias if engine == "eagle" else False,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,

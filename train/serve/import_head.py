@@ -7,24 +7,23 @@ sharded): fc.weight, perhaps fc.bias, layers.0.*, perhaps embed_tokens.weight, e
 
 import logging
 import math
-import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from data.checkpoint_files import explained, locate, open_checkpoint
 from data.config import TargetConfig
-from data.files import read_json
-from data.fingerprint import fingerprint_differences
+from data.target import fingerprint, fingerprint_differences, read_target_head
 from train.checkpoints import RECORD, find_checkpoint, load_head
 from train.head import DraftHead
+from train.serve.folder import HeadFolder, head_folder, read_folder
+from train.serve.shapes import config_sizes, normal_name, rope_config
 
 log = logging.getLogger(__name__)
-EXPORTED = "eagle_head.json"
 FIELDS = (
     "hidden_size",
     "intermediate_size",
@@ -42,7 +41,7 @@ def read_head(
     expected: LlamaConfig,
     *,
     embed_tokens: Tensor,
-    fingerprint: dict[str, str],
+    known: dict[str, str],
     drop_bias: bool = False,
 ) -> dict[str, Tensor]:
     """The tensors of the head at `path`, under our names, in float32.
@@ -50,11 +49,12 @@ def read_head(
     path:         a run, one of its checkpoints, an export, or a published head's folder or hub id
     expected:     the config of the head that is to start from it
     embed_tokens: [V, H]  of the target; a copy in the file should equal it
-    fingerprint:  of the target; another one in our own heads is a warning
+    known:        fingerprint of the target; another one in our own heads is a warning
 
     Raises FileNotFoundError if there is no head, ValueError that lists all that does not fit.
     """
-    tensors, config, origin = _read(path)
+    stored = read_stored(path)
+    tensors, config = dict(stored.tensors), stored.config
     problems = _config_problems(config, expected)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in DraftHead(expected).state_dict().items()}
@@ -75,47 +75,125 @@ def read_head(
             + "\n  ".join(problems)
         )
     if embedding is not None:
-        _warn_of_other_embeddings(path, embedding, embed_tokens)
-    for line in fingerprint_differences(fingerprint, origin.get("fingerprint", fingerprint)):
+        _warn_of_other_embeddings(f"init_from={path}", embedding, embed_tokens)
+    for line in fingerprint_differences(known, stored.record.get("fingerprint", known)):
         log.warning("warning: init_from=%s was trained for another target: %s", path, line)
     without = " without its fc.bias" if bias is not None and bias.any() else ""
-    log.info("start: init_from=%s, %s%s", path, origin["kind"], without)
+    log.info("start: init_from=%s, %s%s", path, stored.kind, without)
     return {name: tensor.float() for name, tensor in tensors.items()}
 
 
-def _read(path: str) -> tuple[dict[str, Tensor], LlamaConfig, dict[str, Any]]:
-    """Tensors without a `model.` prefix, the config, and what is known of the origin."""
-    folder = Path(path).expanduser()
+@dataclass(frozen=True, kw_only=True)
+class StoredHead:
+    """A head as it is stored somewhere, under our names."""
+
+    tensors: dict[str, Tensor]
+    config: LlamaConfig
+    record: dict[str, Any]  # what its maker noted; {} for a published head
+    kind: str  # for people
+
+
+def read_stored(place: str) -> StoredHead:
+    """A run's best checkpoint, one checkpoint, an export, or a published head (folder or hub id).
+
+    Raises FileNotFoundError if there is no head, ValueError for files that cannot be read.
+    """
+    folder = Path(place).expanduser()
     if (folder / RECORD).is_file() or (folder / "steps").is_dir():
         checkpoint = find_checkpoint(folder)
         head, record = load_head(checkpoint)
         kind = f"the checkpoint of step {record['step']}"
-        return head.state_dict(), head.config, record | {"kind": kind}
+        return StoredHead(tensors=head.state_dict(), config=head.config, record=record, kind=kind)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"init_from={path} holds no head. Expected a run (with steps/), a checkpoint of one, "
+            f"{place} holds no head. Expected a run (with steps/), a checkpoint of one, "
             "or an exported or published head (config.json and its weights)."
         )
-    place = TargetConfig(path=path)
-    location = locate(place)
-    with explained(location, "config"):
-        keys, _ = PretrainedConfig.get_config_dict(location.path)
-    try:
-        stored = open_checkpoint(place)
-        found = {name: stored.read(name) for name in stored.files}
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"init_from={path} has weights that are more than tensors; loading them would run code "
-            f"({error}). Convert them to safetensors where they are trusted."
-        ) from error
-    tensors = {name.removeprefix("model."): tensor for name, tensor in found.items()}
+    return stored_in(read_folder(head_folder(place)))
+
+
+def stored_in(read: HeadFolder) -> StoredHead:
+    """The head in a folder that has been read."""
+    tensors = {normal_name(name, read.tensors): tensor for name, tensor in read.tensors.items()}
     # RoPE frequencies, which old files hold, follow from the config.
     tensors = {k: v for k, v in tensors.items() if not k.endswith("rotary_emb.inv_freq")}
-    origin = {"kind": "a published head"}
-    if (folder / EXPORTED).is_file():
-        record = read_json(folder / EXPORTED, made_by="python -m scripts.export_head")
-        origin = record | {"kind": f"exported for {record['engine']} from step {record['step']}"}
-    return tensors, LlamaConfig.from_dict(keys), origin
+    kind = "a published head"
+    if read.record:
+        kind = f"exported for {read.record['engine']} from step {read.record['step']}"
+    return StoredHead(
+        tensors=tensors, config=config_of(read.keys), record=read.record or {}, kind=kind
+    )
+
+
+def config_of(keys: dict[str, Any]) -> LlamaConfig:
+    """The head's config as a config.json in either generation of Transformers means it."""
+    sizes = config_sizes(keys)
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=keys.get("vocab_size", 32000),
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.width,
+        num_hidden_layers=keys.get("num_hidden_layers", 32),
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        hidden_act=keys.get("hidden_act", "silu"),
+        rms_norm_eps=keys.get("rms_norm_eps", 1e-6),
+        max_position_embeddings=keys.get("max_position_embeddings", 2048),
+        rope_parameters=rope_config(keys, sizes).rope_parameters,
+        tie_word_embeddings=False,
+        bos_token_id=keys.get("bos_token_id"),
+        eos_token_id=keys.get("eos_token_id"),
+    )
+
+
+def load_head_folder(path: str | Path, target: TargetConfig) -> tuple[DraftHead, dict[str, Any]]:
+    """Any head that is to be measured or exported, in float32, and what is known of its origin.
+
+    path:   a run, one of its checkpoints, an export (of ours), or a published head: a folder or a
+            hub id, with or without fc.bias and embed_tokens
+    target: the one that it is for
+
+    A published head has no fingerprint: the record has the given target's, and `published`. Raises
+    FileNotFoundError if there is no head, ValueError that lists all that does not fit.
+    """
+    stored = read_stored(str(path))
+    tensors, config = dict(stored.tensors), stored.config
+    matrices = read_target_head(target)
+    problems = []
+    embedding = tensors.pop("embed_tokens.weight", None)
+    if embedding is not None and embedding.shape != matrices.embed_tokens.shape:
+        found, wanted = list(embedding.shape), list(matrices.embed_tokens.shape)
+        problems.append(f"embed_tokens.weight is {found}, the target's is {wanted}")
+    elif embedding is not None:
+        _warn_of_other_embeddings(f"{path}", embedding, matrices.embed_tokens)
+    bias = tensors.get("fc.bias")
+    if bias is not None and not bias.any():
+        del tensors["fc.bias"]
+    config.fc_bias = "fc.bias" in tensors
+    wanted_sizes = (matrices.weight.shape[1], matrices.weight.shape[0])
+    if (config.hidden_size, config.vocab_size) != wanted_sizes:
+        problems.append(
+            f"hidden_size {config.hidden_size} and vocab_size {config.vocab_size}, the target "
+            f"has {wanted_sizes[0]} and {wanted_sizes[1]}"
+        )
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in DraftHead(config).state_dict().items()}
+    if config.num_hidden_layers != 1:
+        problems.append(f"config.json has num_hidden_layers {config.num_hidden_layers}, expected 1")
+    problems += _tensor_problems(tensors, shapes)
+    if problems:
+        raise ValueError(
+            f"{path} is not a head for {target.path} that can be run:\n  "
+            + "\n  ".join(problems)
+            + f"\nWhat engines would make of it: python -m scripts.check_export path={path} "
+            f"target={target.path}"
+        )
+    head = DraftHead(config)
+    head.load_state_dict(tensors)  # converts to the module's float32
+    known = stored.record or {"published": True, "fingerprint": fingerprint(target)}
+    record = {"engine": "eagle", "step": None, "acceptance": None, "source": str(path), **known}
+    return head.eval(), record
 
 
 def _config_problems(config: LlamaConfig, expected: LlamaConfig) -> list[str]:
@@ -176,7 +254,7 @@ def _warn_of_other_embeddings(path: str, theirs: Tensor, ours: Tensor) -> None:
         rows += int((~close).any(dim=-1).sum())
     if rows:
         log.warning(
-            "warning: init_from=%s has embeddings of its own: %d of %d rows differ from the "
+            "warning: %s has embeddings of its own: %d of %d rows differ from the "
             "target's, which are used. It was trained for another target.",
             path,
             rows,
