@@ -14,15 +14,15 @@ import psutil
 import torch
 from torch import nn
 
-from data.batches import PackedBatch, add_noise, pack, prefetch
+from data.batches import add_noise, pack, prefetch
 from data.cache import FeatureCache
 from data.config import or_known
 from data.memory import peak_resident
 from data.target import read_target_head
+from train.bench_estimate import EstimateTimes, time_estimate
+from train.bench_products import attention, head_products, output_head_products
 from train.config import TrainConfig
-from train.head import packed_attention
 from train.launch import start_accelerator
-from train.loss import CPU_CHUNK_ROWS, GPU_CHUNK_ROWS
 from train.plain import plain_loss
 from train.plan import Step, split_cache
 from train.setup import Run, new_head, prepare
@@ -68,13 +68,15 @@ def bench(config: TrainConfig) -> dict[str, Any]:
     data_wait = _data_wait(run, batches)
     longest = max(batches, key=lambda sequences: int(run.cache.lengths[sequences].max()))
     memory = {name: _peak_memory(name, config, longest) for name in ("ours", "plain")}
-    for line in _table(seconds, memory):
+    estimate = time_estimate(run) if run.heldout else None
+    for line in [*_table(seconds, memory), *([_estimate_line(estimate)] if estimate else [])]:
         log.info("%s", line)
     return {
         "vs_plain": _median_ratio(seconds.plain, seconds.ours),
         "of_matmul_limit": _median_ratio(seconds.products, seconds.again),
         "memory_vs_plain": round(memory["ours"] / memory["plain"], 4),
         "data_wait": round(data_wait, 5),
+        "estimate_vs_one_by_one": round(estimate.ratio, 1) if estimate else None,
         "ours_supervised_tokens_per_second": round(sum(supervised) / sum(seconds.ours), 1),
         "plain_supervised_tokens_per_second": round(sum(supervised) / sum(seconds.plain), 1),
         "ours_peak_bytes": memory["ours"],
@@ -120,7 +122,7 @@ def _prepared(config: TrainConfig) -> tuple[Run, list[list[int]]]:
     target = or_known(config.target, cache.fingerprint)
     target_head = read_target_head(target).to(accelerator.device)
     head = new_head(config, target).to(accelerator.device)
-    training, _ = split_cache(cache, config)
+    training, heldout = split_cache(cache, config)
     run = prepare(
         accelerator,
         config,
@@ -128,7 +130,7 @@ def _prepared(config: TrainConfig) -> tuple[Run, list[list[int]]]:
         target_head,
         head,
         training=training,
-        heldout=[],
+        heldout=heldout,
         checkpoint=None,
     )
     generator = torch.Generator().manual_seed(config.seed)
@@ -151,7 +153,7 @@ def _time_parts(run: Run, sequences: list[int], seconds: Seconds) -> None:
     our_step(run, sequences)  # the plain step has left its traces in memory
     seconds.again.append(_timed(partial(our_step, run, sequences)))
     batch = note("data", lambda: pack(run.cache, sequences).to(device))
-    note("attention", _attention(run, batch))
+    note("attention", attention(run, batch))
     note(
         "noise",
         lambda: add_noise(batch, kind=config.noise, width=config.noise_width, seed=0, epoch=0),
@@ -161,69 +163,10 @@ def _time_parts(run: Run, sequences: list[int], seconds: Seconds) -> None:
     losses = note("loss", lambda: batch_loss(run, batch, 0))
     note("head backward", lambda: losses.loss.backward())
     note("optimizer", lambda: (run.optimizer.step(), run.optimizer.zero_grad()))
-    seconds.products.append(_timed(_head_products(run, batch)))
-    output_head = _timed(_output_head_products(run, batch))
+    seconds.products.append(_timed(head_products(run, batch)))
+    output_head = _timed(output_head_products(run, batch))
     seconds.products[-1] += output_head
     seconds.parts.setdefault("output head's products", []).append(output_head)
-
-
-def _attention(run: Run, batch: PackedBatch) -> Callable[[], None]:
-    """Attention forward and backward over the batch's documents, alone."""
-    shape = run.accelerator.unwrap_model(run.head).config
-    kv_heads, tokens = shape.num_key_value_heads, sum(batch.lengths)
-    sizes = (shape.num_attention_heads, kv_heads, kv_heads)
-    query, key, value = (
-        torch.randn(n, tokens, shape.head_dim, device=batch.features.device, requires_grad=True)
-        for n in sizes
-    )
-
-    def attend() -> None:
-        packed_attention(query, key, value, batch.lengths).sum().backward()
-
-    return attend
-
-
-def _head_products(run: Run, batch: PackedBatch) -> Callable[[], None]:
-    """The products of the head's linear layers on all tokens of a step, alone.
-
-    Each layer has one forward and two backward; `fc` has one backward, as nothing before it is
-    trained. Attention's own products are left out.
-    """
-    head = run.accelerator.unwrap_model(run.head)
-    tokens, device = sum(batch.lengths), batch.features.device
-    layers = [m for m in head.modules() if isinstance(m, nn.Linear)]
-    inputs = [torch.randn(tokens, m.in_features, device=device) for m in layers]
-    outputs = [torch.empty(tokens, m.out_features, device=device) for m in layers]
-    gradients = [torch.empty_like(m.weight) for m in layers]
-
-    @torch.no_grad()
-    def multiply() -> None:
-        for layer, x, y, gradient in zip(layers, inputs, outputs, gradients, strict=True):
-            torch.mm(x, layer.weight.T, out=y)
-            torch.mm(y.T, x, out=gradient)
-            if layer is not head.fc:
-                torch.mm(y, layer.weight, out=x)
-
-    return multiply
-
-
-def _output_head_products(run: Run, batch: PackedBatch) -> Callable[[], None]:
-    """The three products of a step with the output head, on its supervised positions, alone."""
-    weight, rows = run.loss_head.weight, run.config.loss.chunk_rows
-    rows = rows or (CPU_CHUNK_ROWS if weight.device.type == "cpu" else GPU_CHUNK_ROWS)
-    features = torch.randn(len(batch.supervised), weight.shape[1], device=weight.device)
-    features = features.to(weight.dtype)
-    logits = features.new_empty(min(rows, len(features)), len(weight))
-    gradients = torch.empty_like(features[:rows])
-
-    @torch.no_grad()
-    def multiply() -> None:
-        for chunk in features.split(rows):
-            for _ in ("the target's logits", "the head's"):
-                torch.mm(chunk, weight.T, out=logits[: len(chunk)])
-            torch.mm(logits[: len(chunk)], weight, out=gradients[: len(chunk)])
-
-    return multiply
 
 
 def _data_wait(run: Run, batches: list[list[int]]) -> float:
@@ -311,3 +254,10 @@ def _table(seconds: Seconds, memory: dict[str, int]) -> list[str]:
     lines.append(f"{'its matrix products alone':<30} {products:8.2f} {products / total:7.1%}")
     peaks = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in memory.items())
     return [*lines, f"peak memory of one step: {peaks}"]
+
+
+def _estimate_line(times: EstimateTimes) -> str:
+    return (
+        f"held-out estimate: {times.ours:,.0f} positions/s, {times.one_by_one:,.1f} one by one "
+        f"({times.places} positions, the same figures): {times.ratio:,.0f}x"
+    )

@@ -1,7 +1,8 @@
-"""The papers' training step as their code writes it: the yardstick for ours, equal in its result.
+"""The papers' training step and estimate as their code writes them: the yardsticks for ours.
 
-Padded batches, the output head on every position twice, both softmaxes held, top-3 accuracy over
-the vocabulary in each step.
+Equal to ours in their results. The step: padded batches, the output head on every position twice,
+both softmaxes held, top-3 accuracy over the vocabulary. The estimate: each chain by itself, the
+head over the whole text before it for each draft token.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data.batches import PackedBatch
 from data.target import TargetHead
+from train.acceptance import ChainCounts
 from train.head import DraftHead
 
 
@@ -47,6 +49,34 @@ def plain_loss(
     smooth_l1 = F.smooth_l1_loss(predicted, targets, reduction="none").mean(dim=-1)
     top3_accuracy(logits, target_probs, mask)
     return ((l1_weight * smooth_l1 + ce_weight * cross_entropy) * mask).sum()
+
+
+@torch.no_grad()
+def plain_estimate(
+    head: DraftHead,
+    target_head: TargetHead,
+    batch: PackedBatch,
+    *,
+    num_steps: int,
+) -> ChainCounts:
+    """The counts that `chain_acceptance` gives for a batch of one document."""
+    supervised = {pair: row for row, pair in enumerate(batch.supervised.tolist())}
+    tried, accepted = [0] * num_steps, [0] * num_steps
+    for start in supervised:
+        features, next_ids = batch.features[: start + 1].float(), batch.next_ids[: start + 1]
+        for n in range(num_steps):
+            out = head(target_head.embed(next_ids).float(), features, [len(next_ids)])[-1:]
+            drafted = target_head.logits(out).argmax(dim=-1)
+            wanted = batch.target_features[supervised[start + n]][None]
+            tried[n] += 1
+            if int(drafted) != int(target_head.logits(wanted).argmax(dim=-1)):
+                break
+            accepted[n] += 1
+            pair = start + n + 1
+            if pair not in supervised or int(batch.next_ids[pair]) != int(drafted):
+                break
+            features, next_ids = torch.cat([features, out]), torch.cat([next_ids, drafted])
+    return ChainCounts(torch.tensor(tried), torch.tensor(accepted))
 
 
 def top3_accuracy(logits: Tensor, target_probs: Tensor, mask: Tensor) -> list[float]:
