@@ -1,10 +1,14 @@
+import shutil
 import time
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from data.batches import PackedBatch, add_noise, pack, plan_epoch, prefetch, split_step
-from data.cache import supervised_pairs
+from data.cache import FeatureCache, supervised_pairs
 
 LENGTHS = torch.tensor([30, 5, 12, 40, 7, 7, 25, 60, 3, 18])
 EVERYTHING = list(range(len(LENGTHS)))
@@ -58,6 +62,24 @@ def test_a_batch_holds_the_pairs_of_the_cache(cache):
         offset += length
         seen += len(pairs)
     assert seen == len(batch.supervised) and offset == len(batch.features)
+
+
+def test_what_follows_the_last_supervised_pair_may_hold_anything(cache_path, cache, tmp_path):
+    """Rows of nan there reach neither loss nor gradient, not even as 0 * nan."""
+    copy = Path(shutil.copytree(cache_path, tmp_path / "cache"))
+    poisoned = 0
+    for file in sorted((copy / "shards").glob("*.safetensors")):
+        shard = load_file(file)
+        for start, end in pairwise(shard["offsets"].tolist()):
+            pairs = supervised_pairs(shard["loss_mask"][start:end]).nonzero().squeeze(1)
+            rest = slice(start + int(pairs[-1]) + 2 if len(pairs) else start, end)
+            shard["features"][rest] = float("nan")
+            poisoned += end - rest.start
+        save_file(shard, file)
+    assert poisoned
+    ours, clean = (pack(c, list(range(len(cache)))) for c in (FeatureCache(copy), cache))
+    for name in ("features", "target_features", "next_ids", "supervised"):
+        assert torch.equal(getattr(ours, name), getattr(clean, name))
 
 
 def test_noise_is_the_same_however_a_sequence_is_batched(cache):
