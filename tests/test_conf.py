@@ -40,10 +40,10 @@ def test_what_the_user_says_wins_over_the_recipe():
     assert "features=checkpoints/demo/features" in arguments
 
 
-def test_a_sweep_may_start_from_a_recipe():
+def test_a_sweep_may_start_from_a_recipe(tmp_path):
     """The recipe's values once stood before the flag, where argparse refused the rest."""
-    arguments = ["--multirun", "recipe=ablation", "head.inputs=token", "features=nix", "out=nix"]
-    result = run("scripts.train_head", *arguments)
+    arguments = ["recipe=ablation", "head.inputs=token", f"features={tmp_path / 'nix'}"]
+    result = run("scripts.train_head", "--multirun", *arguments, f"out={tmp_path / 'out'}")
     assert "nix" in result.stderr and "unrecognized" not in result.stderr
 
 
