@@ -1,4 +1,4 @@
-"""Compare an exported head in a real serving engine with our own decoding."""
+"""Look at a head's folder, or compare it in a real serving engine with our own decoding."""
 
 import sys
 
@@ -14,9 +14,15 @@ from train.config import CheckConfig
 def main(cfg: DictConfig) -> None:
     config: CheckConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
-    from train.serve.check import check
+    if config.path:
+        from train.serve.inspect_head import inspect_head
 
-    if not check(config)["passed"]:
+        report = inspect_head(config)
+    else:
+        from train.serve.check import check
+
+        report = check(config)
+    if not report["passed"]:
         sys.exit(1)
 
 

@@ -244,9 +244,35 @@ class ChatConfig:
 
 @dataclass
 class CheckConfig(DecodeConfig):
-    """An exported head and its target, decoded by the real engine and by us."""
+    """A head's folder and its target: looked at (path=), or decoded by a real engine (head=)."""
 
-    head: str = MISSING  # exported folder
+    path: str | None = None  # any head, ours or published, folder or hub id: needs no engine
+    head: str | None = None  # exported folder, decoded in the engine and by us
     target: TargetConfig = MISSING
-    engine: str = "vllm"
-    out: str | None = None  # folder of the report; null: HEAD/check
+    engine: str | None = None  # vllm or sglang; null: path= both, head= the one it was exported for
+    prompts: Any = None  # with head=: as for evaluate_head
+    num_steps: Any = 3  # draft tokens per round, or a list of several numbers to check
+    # Folder of the report (null: HEAD/check); with fix=true the new folder.
+    out: str | None = None
+    fix: bool = (
+        False  # with path=: repair what can be repaired, for `engine` (null: vllm), into out
+    )
+    run_target: bool = True  # with path=: run the target too, to see whether the head predicts it
+    server: bool = False  # with head=: ask the engine as an OpenAI-compatible server too
+
+    def __post_init__(self) -> None:
+        one_of("engine", self.engine, (None, "vllm", "sglang"))
+        if bool(self.path) == bool(self.head):
+            raise ValueError(
+                f"path is {self.path} and head is {self.head}. Give path=FOLDER to look at a "
+                "folder without an engine, or head=FOLDER to decode with it in one."
+            )
+        if self.head and self.engine != "sglang" and not self.prompts:
+            raise ValueError("head=FOLDER needs prompts to decode (prompts=FILE).")
+        if self.fix and not (self.path and self.out):
+            raise ValueError("fix=true repairs path=FOLDER into a new folder: say which (out=NEW).")
+        steps = self.num_steps if isinstance(self.num_steps, list) else [self.num_steps]
+        if not steps or not all(isinstance(n, int) and n > 0 for n in steps):
+            raise ValueError(
+                f"num_steps is {self.num_steps}, expected a whole number above 0, or a list of them"
+            )

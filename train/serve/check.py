@@ -41,6 +41,7 @@ def check(config: CheckConfig) -> dict[str, Any]:
     that do not belong together, RuntimeError if the engine is missing or dies.
     """
     _check_engine(config)
+    assert config.head is not None
     path = Path(config.head)
     out = Path(config.out) if config.out else path / "check"
     head, record = load_exported(path)
