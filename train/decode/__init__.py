@@ -1,26 +1,28 @@
 """Drafting and verifying: lossless speculative decoding with a draft head."""
 
-from train.decode.chain import DraftCache, as_served, draft_chain
+from train.decode.answers import Generation
 from train.decode.clock import Seconds
 from train.decode.drafting import Drafting
-from train.decode.generate import Generation, Round, plain_generate, speculative_generate
+from train.decode.generate import plain_generate, speculative_generate
+from train.decode.head_stream import HeadStream, as_served
+from train.decode.rounds import Round
 from train.decode.sampling import GREEDY, Sampling, Typical
+from train.decode.static_tree import best_shape
 from train.decode.stops import stop_ids_of
-from train.decode.verify import TargetStream, count_accepted
+from train.decode.target_stream import TargetStream
 
 __all__ = [
     "GREEDY",
-    "DraftCache",
     "Drafting",
     "Generation",
+    "HeadStream",
     "Round",
     "Sampling",
     "Seconds",
     "TargetStream",
     "Typical",
     "as_served",
-    "count_accepted",
-    "draft_chain",
+    "best_shape",
     "plain_generate",
     "speculative_generate",
     "stop_ids_of",

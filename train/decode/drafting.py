@@ -80,6 +80,11 @@ class Drafting:
         else:
             self._check_dynamic()
 
+    @property
+    def num_columns(self) -> int:
+        """Columns of the head's cache that a round needs behind the real pairs, at most."""
+        return max(self.num_draft_tokens, self.num_steps * self.topk)
+
     def _check_chain(self) -> None:
         if self.topk != 1 or self.num_draft_tokens != self.num_steps + 1:
             raise ValueError(

@@ -1,47 +1,25 @@
-"""The generation loops, with a head and without: the same machinery, the same tokens."""
+"""The generation loops, with a head and without: the same machinery, the same answers."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import overload
 
 import torch
 from torch import Tensor
 
 from data.target import Target
-from train.decode.chain import DraftCache, draft_chain
-from train.decode.clock import Clock, Seconds
+from train.decode.answers import Answer, Generation, uniforms
+from train.decode.clock import Clock
 from train.decode.drafting import Drafting
+from train.decode.head_stream import HeadStream
+from train.decode.rounds import check_kind, confirm, draft_tree, record_rounds, verify
 from train.decode.sampling import GREEDY, Sampling
 from train.decode.stops import Stops
-from train.decode.verify import TargetStream, count_accepted
+from train.decode.target_stream import TargetStream
+from train.decode.tree import padded
 from train.head import DraftHead
 
 OnRound = Callable[[list[int], int], None]  # the round's new tokens, and how many were drafted
-
-
-@dataclass(frozen=True)
-class Round:
-    """One draft tree and what the target accepted of it. Node 0 is the newest token, the root."""
-
-    tokens: list[int]
-    parents: list[int]  # -1 of the root; a parent comes before its children
-    depths: list[int]
-    confidences: list[float]  # the head's probability of the node given its parent; 1 of the root
-    ranks: list[int]  # which child of its parent: 0 is the head's likeliest (or first drawn) token
-    path: list[int]  # the accepted nodes from the root on, the root left out
-    bonus: int  # the target's own token after the last of them
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What one prompt was answered with."""
-
-    tokens: list[int]  # the stop token included, if one was reached
-    seconds: Seconds
-    # Accepted draft tokens of each verification, before the answer is cut at a stop token or at
-    # max_new_tokens, as vLLM counts. The first token comes from the prefill and is no round.
-    accepted: list[int] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)  # if they were to be recorded
 
 
 @overload
@@ -88,9 +66,17 @@ def speculative_generate(
     """Continue a prompt, or a batch of prompts, as `plain_generate` does, with fewer forwards.
 
     input_ids: [T]  a prompt of at least one token; or a list of such
+    record:    keep each round's tree in `Generation.rounds`
     on_round:  called with the new tokens of each round and how many of its drafts were accepted,
                the first time with the token of the prefill and 0; for one prompt only
-    record:    keep each round's tree in `Generation.rounds`
+
+    Greedy answers are those of plain decoding. Samples have its distribution, unless
+    `sampling.typical` is set; with the likeliest tokens as children (the default) they even are
+    the samples of plain decoding with the same seed.
+
+    In each round a sequence is x_0 ... x_L; the target has seen all but x_L, the root. The head
+    drafts a tree behind it, the target runs root and tree, and what it confirms is the next
+    round's real pairs. The device is waited for once a round, to learn what that is.
     """
     stops = Stops(
         max_new_tokens=max_new_tokens,
@@ -98,69 +84,70 @@ def speculative_generate(
         strings=stop_strings,
         tokenizer=target.tokenizer,
     )
-    prompts = _checked(input_ids)
-    if drafting.tree != "chain" or drafting.children != "top" or sampling.typical:
-        raise NotImplementedError(f"{drafting} with {sampling}")
+    prompts = _prompts(input_ids)
+    check_kind(drafting, sampling)
+    if on_round and len(prompts) > 1:
+        raise ValueError(f"on_round follows one prompt, but {len(prompts)} were given.")
     answers = [
-        _answer(target, head, prompt, i, drafting, sampling, stops, record, on_round)
-        for i, prompt in enumerate(prompts)
+        Answer(stops, sampling, index=i, ahead=drafting.num_steps) for i in range(len(prompts))
     ]
-    return answers if isinstance(input_ids, list) else answers[0]
-
-
-def _answer(target, head, input_ids, index, drafting, sampling, stops, record, on_round):
-    input_ids = input_ids.to(target.device)
-    num_steps = drafting.num_steps
-    uniforms = sampling.stream(index, stops.max_new_tokens + num_steps + 1, target.device)
+    active = answers
     clock = Clock(target.device)
-    stream = TargetStream(target)
-    cache = DraftCache(head, len(input_ids) + stops.max_new_tokens + num_steps)
+    stream = TargetStream(target, len(prompts))
+    head_stream = HeadStream(
+        head,
+        target.head,
+        batch_size=len(prompts),
+        capacity=max(map(len, prompts)) + max_new_tokens + drafting.num_columns,
+    )
 
     with clock.phase("prefill"):
-        features = stream.append(input_ids)  # [L, H]
-        newest = sampling.choose(target.head.logits(features[-1:]), uniforms[:1])  # x_L: [1]
-        tokens: list[int] = []
-        finished = stops.extend(tokens, newest.tolist())
-    pair_tokens = torch.cat([input_ids[1:], newest])  # [L]
-    if on_round:
-        on_round(list(tokens), 0)
+        features, newest = _prefill(target, stream, prompts, active, sampling)  # [B, T, H], [B]
+        confirmed = [[token] for token in newest.tolist()]
+    counts = [len(prompt) for prompt in prompts]
+    pairs = [[*p[1:], *new] for p, new in zip(prompts, confirmed, strict=True)]  # t_{j+1}
 
-    accepted, rounds = [], []
-    while not finished:
-        done = len(tokens)
-        with clock.phase("draft"):
-            drafted, confidences = draft_chain(
-                head, target.head, cache, features, pair_tokens, num_steps=num_steps
-            )  # [K]
-        with clock.phase("verify"):
-            features = stream.append(torch.cat([newest, drafted]))  # [K+1, H]
-            predicted = sampling.choose(
-                target.head.logits(features), uniforms[done : done + num_steps + 1]
-            )  # [K+1]
-            on_host = torch.cat([drafted, predicted]).tolist()
-
-        count = count_accepted(on_host[:num_steps], on_host[num_steps:])
-        accepted.append(count)
-        stream.drop(num_steps - count)
-        features, pair_tokens = features[: count + 1], predicted[: count + 1]
-        confirmed = on_host[num_steps : num_steps + count + 1]
-        if record:
-            rounds.append(
-                Round(
-                    tokens=[tokens[-1], *on_host[:num_steps]],
-                    parents=list(range(-1, num_steps)),
-                    depths=list(range(num_steps + 1)),
-                    confidences=[1.0, *confidences.tolist()],
-                    ranks=[0] * (num_steps + 1),
-                    path=list(range(1, count + 1)),
-                    bonus=confirmed[-1],
-                )
-            )
-        newest = pair_tokens[-1:]
-        finished = stops.extend(tokens, confirmed)
+    while True:
+        rows = [row for row, answer in enumerate(active) if not answer.extend(confirmed[row])]
         if on_round:
-            on_round(tokens[done:], count)
-    return Generation(tokens, clock.seconds(), accepted, rounds)
+            on_round(answers[0].latest, len(confirmed[0]) - 1)
+        if not rows:
+            break
+        if len(rows) < len(active):
+            active = [active[row] for row in rows]
+            counts, pairs = [counts[row] for row in rows], [pairs[row] for row in rows]
+            features, newest = features[rows, : max(counts)], newest[rows]
+            stream.keep_rows(rows)
+            head_stream.keep_rows(rows)
+        generators = [answer.generator for answer in active]
+
+        with clock.phase("draft"):
+            hidden = head_stream.extend(features, padded(pairs, target.device), counts)  # [B, H]
+            tree = draft_tree(drafting, sampling, head_stream, hidden, newest, generators)
+        with clock.phase("verify"):
+            features = stream.try_tree(tree)  # [B, N, H]
+            verdict = verify(
+                tree,
+                target.head.logits(features),
+                sampling,
+                uniforms=partial(uniforms, active),
+                generators=generators,
+            )
+            outcome = confirm(tree, verdict)
+
+        stream.keep(outcome.paths, width=tree.tokens.shape[1])
+        path = padded(outcome.paths, target.device)  # [B, D]
+        features = features.gather(1, path[:, :, None].expand(-1, -1, features.shape[-1]))
+        newest, confirmed = verdict.bonus, outcome.tokens
+        pairs, counts = confirmed, [len(new) for new in confirmed]
+        for answer, count in zip(active, counts, strict=True):
+            answer.accepted.append(count - 1)
+        if record:
+            for answer, one in zip(active, record_rounds(tree, outcome), strict=True):
+                answer.rounds.append(one)
+    seconds = clock.seconds()
+    found = [answer.generation(seconds) for answer in answers]
+    return found if isinstance(input_ids, list) else found[0]
 
 
 @overload
@@ -193,43 +180,67 @@ def plain_generate(
     stop_ids: Collection[int],
     stop_strings: Sequence[str] = (),
 ) -> Generation | list[Generation]:
-    """Continue a prompt [T], or a batch of prompts, one token a forward."""
+    """Continue a prompt [T], or a batch of prompts, one token a forward.
+
+    Prompt i of a batch samples from random numbers of its own, whatever the others do.
+    """
     stops = Stops(
         max_new_tokens=max_new_tokens,
         ids=stop_ids,
         strings=stop_strings,
         tokenizer=target.tokenizer,
     )
-    answers = [
-        _plain_answer(target, prompt, i, sampling, stops)
-        for i, prompt in enumerate(_checked(input_ids))
-    ]
-    return answers if isinstance(input_ids, list) else answers[0]
-
-
-def _plain_answer(target, input_ids, index, sampling, stops):
-    uniforms = sampling.stream(index, stops.max_new_tokens, target.device)
+    prompts = _prompts(input_ids)
+    answers = [Answer(stops, sampling, index=i) for i in range(len(prompts))]
+    active = answers
     clock = Clock(target.device)
-    stream = TargetStream(target)
-    newest = input_ids.to(target.device)
-    tokens: list[int] = []
-    finished = False
-    while not finished:
-        done = len(tokens)
-        with clock.phase("verify" if tokens else "prefill"):
-            features = stream.append(newest)
-            logits = target.head.logits(features[-1:])
-            newest = sampling.choose(logits, uniforms[done : done + 1])  # [1]
-            on_host = newest.tolist()
-        finished = stops.extend(tokens, on_host)
-    return Generation(tokens, clock.seconds())
+    stream = TargetStream(target, len(prompts))
+    with clock.phase("prefill"):
+        _, newest = _prefill(target, stream, prompts, active, sampling)  # [B]
+        confirmed = newest.tolist()
+    while True:
+        rows = [row for row, answer in enumerate(active) if not answer.extend([confirmed[row]])]
+        if not rows:
+            break
+        if len(rows) < len(active):
+            active, newest = [active[row] for row in rows], newest[rows]
+            stream.keep_rows(rows)
+        with clock.phase("verify"):
+            logits = target.head.logits(stream.append(newest[:, None])[:, 0])  # [B, V]
+            newest = _choose(logits, active, sampling)
+            confirmed = newest.tolist()
+    seconds = clock.seconds()
+    found = [answer.generation(seconds) for answer in answers]
+    return found if isinstance(input_ids, list) else found[0]
 
 
-def _checked(input_ids: Tensor | list[Tensor]) -> list[Tensor]:
+def _prefill(
+    target: Target,
+    stream: TargetStream,
+    prompts: list[list[int]],
+    answers: list[Answer],
+    sampling: Sampling,
+) -> tuple[Tensor, Tensor]:
+    """Features of the prompts [B, T, H], padded on the right, and the answers' first tokens [B]."""
+    lengths = [len(prompt) for prompt in prompts]
+    features = stream.append(padded(prompts, target.device), lengths)
+    last = features[range(len(prompts)), [length - 1 for length in lengths]]  # [B, H]
+    return features, _choose(target.head.logits(last), answers, sampling)
+
+
+def _choose(logits: Tensor, answers: list[Answer], sampling: Sampling) -> Tensor:
+    """The next token of each answer: [B, V] -> [B]."""
+    next_token = torch.zeros(len(answers), 1, dtype=torch.long, device=logits.device)
+    return sampling.choose(logits, uniforms(answers, next_token)[:, 0])
+
+
+def _prompts(input_ids: Tensor | list[Tensor]) -> list[list[int]]:
     prompts = input_ids if isinstance(input_ids, list) else [input_ids]
+    if not prompts:
+        raise ValueError("No prompt was given: expected at least one.")
     for ids in prompts:
         if ids.dim() != 1 or not len(ids):
             raise ValueError(
                 f"input_ids has shape {tuple(ids.shape)}; expected [T] with at least one token."
             )
-    return prompts
+    return [ids.tolist() for ids in prompts]

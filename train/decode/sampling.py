@@ -76,15 +76,6 @@ class Sampling:
             return logits.argmax(dim=-1)
         return inverse_cdf(self.probabilities(logits), uniforms)
 
-    def stream(self, index: int, count: int, device: torch.device) -> Tensor:
-        """Uniform numbers for the tokens of prompt `index` of a batch: [count] float64.
-
-        Token i of an answer is chosen by number i, with a head or without: so for one seed both
-        give the same answer.
-        """
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
-        return torch.rand(count, generator=generator, dtype=torch.float64).to(device)
-
 
 GREEDY = Sampling()
 

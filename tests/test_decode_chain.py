@@ -1,7 +1,6 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 from transformers import AutoConfig, PretrainedConfig
 
 from data.config import TargetConfig
@@ -9,12 +8,9 @@ from data.target import Target, load_target
 from tests.heads import CheatingHead, random_head, random_prompts, trained_head
 from tests.tiny import save_tiny_target, tiny_llama_config
 from train.decode import (
-    DraftCache,
     Drafting,
     Generation,
     as_served,
-    count_accepted,
-    draft_chain,
     plain_generate,
     speculative_generate,
     stop_ids_of,
@@ -171,59 +167,6 @@ def test_the_answer_is_cut_at_max_new_tokens_and_the_round_counts_whole(
     assert generation.tokens == plain(target, prompt, max_new_tokens=max_new_tokens)
     assert len(generation.tokens) == max_new_tokens
     assert generation.accepted == [4] * -(-(max_new_tokens - 1) // 5)
-
-
-def test_the_draft_cache_keeps_real_pairs_only(target, head, prompts):
-    """Grown round by round, with guessed pairs in between, it equals one built at once."""
-    text = torch.cat([prompts[6], torch.tensor(plain(target, prompts[6]))])
-    features = target.features(text[None])[0]
-
-    def cache_of(pieces: list[int]) -> DraftCache:
-        cache, start = DraftCache(head, capacity=len(text) + 5), 0
-        for piece in pieces:
-            end = start + piece
-            with torch.no_grad():
-                draft_chain(
-                    head,
-                    target.head,
-                    cache,
-                    features[start:end],
-                    text[start + 1 : end + 1],
-                    num_steps=4,
-                )
-            start = end
-        return cache
-
-    grown, at_once = cache_of([13, 1, 3, 5, 2, 1]), cache_of([25])
-    assert grown.length == at_once.length == 25
-    assert_close(grown.keys[:, :25], at_once.keys[:, :25])
-    assert_close(grown.values[:, :25], at_once.values[:, :25])
-
-
-def test_drafts_are_those_of_the_packed_forward(target, head, prompts):
-    text = torch.cat([prompts[7], torch.tensor(plain(target, prompts[7]))])
-    features = target.features(text[None])[0]
-    with torch.no_grad():
-        expected = head(target.head.embed(text[1:]), features[:-1], [len(text) - 1])
-        cache = DraftCache(head, capacity=len(text))
-        for j in range(len(text) - 1):
-            drafted, _ = draft_chain(
-                head, target.head, cache, features[j : j + 1], text[j + 1 : j + 2], num_steps=1
-            )
-            assert int(drafted) == int(target.head.logits(expected[j]).argmax())
-
-
-@pytest.mark.parametrize(
-    ("drafted", "predicted", "count"),
-    [
-        ([5, 6, 7], [5, 6, 7, 8], 3),
-        ([5, 6, 7], [5, 6, 9, 7], 2),
-        ([5, 6, 7], [9, 6, 7, 8], 0),  # later matches follow a miss and do not count
-        ([5], [5, 5], 1),
-    ],
-)
-def test_drafts_are_accepted_up_to_the_first_miss(drafted, predicted, count):
-    assert count_accepted(drafted, predicted) == count
 
 
 def sliding(model_type: str) -> PretrainedConfig:
