@@ -70,14 +70,19 @@ class Drafting:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}."
                 )
+        if self.ancestors == "rank" and self.tree != "dynamic":
+            raise ValueError(
+                f"ancestors='rank' belongs to a dynamic tree, whose beam has ranks; tree is "
+                f"{self.tree!r}."
+            )
+        if self.tree == "static":
+            _check_paths(self.paths, self.children)
         for name in ("num_steps", "topk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1.")
         if self.tree == "chain":
             self._check_chain()
-        elif self.tree == "static":
-            _check_paths(self.paths)
-        else:
+        elif self.tree == "dynamic":
             self._check_dynamic()
 
     @property
@@ -95,10 +100,10 @@ class Drafting:
 
     def _check_dynamic(self) -> None:
         most = 1 + self.topk + (self.num_steps - 1) * self.topk**2
-        if not self.num_steps < self.num_draft_tokens <= most:
+        if not 2 <= self.num_draft_tokens <= most:
             raise ValueError(
                 f"num_draft_tokens is {self.num_draft_tokens}, but a dynamic tree of num_steps "
-                f"{self.num_steps} and topk {self.topk} has {self.num_steps + 1} to {most} nodes "
+                f"{self.num_steps} and topk {self.topk} has 2 to {most} nodes "
                 "(the root is counted)."
             )
         if self.children != "top":
@@ -109,16 +114,21 @@ class Drafting:
             )
 
 
-def _check_paths(paths: Paths) -> None:
+def _check_paths(paths: Paths, children: str) -> None:
     known = {(), *(tuple(path) for path in paths)}
     if len(known) != len(paths) + 1 or len(known) < 2:
         raise ValueError(
             f"The paths of a static tree must be different and at least one; got {list(paths)}."
         )
     for path in known - {()}:
-        better = (*path[:-1], path[-1] - 1) if path[-1] else path[:-1]
-        if path[:-1] not in known or better not in known:
+        if path[:-1] not in known or path[-1] < 0:
             raise ValueError(
-                f"The path {list(path)} of a static tree hangs in the air: its parent and its "
-                "better siblings must be there, too (ranks count from 0)."
+                f"The path {list(path)} of a static tree hangs in the air: its parent must be "
+                "there, too, and ranks count from 0."
+            )
+        if children == "sampled" and path[-1] and (*path[:-1], path[-1] - 1) not in known:
+            raise ValueError(
+                f"The path {list(path)} is draw number {path[-1]} of its parent, which says "
+                "nothing without the draws before it: with children='sampled' those must be "
+                "nodes, too."
             )

@@ -112,26 +112,27 @@ def best_shape(rates: Sequence[Sequence[float]], *, num_draft_tokens: int) -> li
     rates: [D][k]  how often the target's token is child number r of an accepted node, by depth:
                    a node's value is the product of the rates on its path, and τ = 1 + their sum
 
-    The best node that keeps the tree connected comes next: the next child of a node that is in, or
-    the first child of one. Nodes that were never accepted are left out; ties go to the shallower
-    node. Raises ValueError if no node was.
+    The best child of a node that is in comes next, ties to the shallower one: so a parent, which
+    is worth at least as much, comes before its children. Children that were never accepted are
+    left out. Raises ValueError if none was.
     """
-    heap: list[tuple[float, int, Path]] = [(-rates[0][0], 1, (0,))]
-    shape: list[list[int]] = []
+    shape: list[Path] = []
+    heap: list[tuple[float, int, Path]] = []
+
+    def offer_children(value: float, path: Path) -> None:
+        if len(path) < len(rates):
+            for rank, rate in enumerate(rates[len(path)]):
+                if rate > 0:
+                    heapq.heappush(heap, (-value * rate, len(path) + 1, (*path, rank)))
+
+    offer_children(1.0, ())
     while heap and len(shape) < num_draft_tokens - 1:
-        value, depth, path = heapq.heappop(heap)
-        if value == 0:
-            break
-        shape.append(list(path))
-        rank, above = path[-1], value / rates[depth - 1][path[-1]]
-        if rank + 1 < len(rates[depth - 1]):
-            sibling = (*path[:-1], rank + 1)
-            heapq.heappush(heap, (above * rates[depth - 1][rank + 1], depth, sibling))
-        if depth < len(rates):
-            heapq.heappush(heap, (value * rates[depth][0], depth + 1, (*path, 0)))
+        negative, _, path = heapq.heappop(heap)
+        shape.append(path)
+        offer_children(-negative, path)
     if not shape:
         raise ValueError(
             "The target accepted none of the head's guesses, so no tree can be shaped by them. "
             "Use more prompts, or a head that was trained for this target."
         )
-    return sorted(shape, key=lambda path: (len(path), path))
+    return [list(path) for path in sorted(shape, key=lambda path: (len(path), path))]
