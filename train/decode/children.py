@@ -23,7 +23,7 @@ Choose = Callable[[Tensor, int], Children]  # (logits [B, W, V], k)
 
 def likeliest(logits: Tensor, count: int) -> Children:
     """The `count` likeliest tokens, their probabilities at temperature 1."""
-    probs = logits.softmax(dim=-1)
+    probs = logits.float().softmax(dim=-1)
     if count == 1:  # by logits: different ones may have equal probabilities
         tokens = logits.argmax(dim=-1, keepdim=True)
         return Children(tokens, probs.gather(-1, tokens))
