@@ -179,21 +179,32 @@ def prepare_batch(
 
 @torch.no_grad()
 def chain_acceptance(
-    head: DraftHead, target_head: TargetHead, batches: Iterable[HeldoutBatch], *, num_steps: int
+    head: DraftHead,
+    target_head: TargetHead,
+    batches: Iterable[HeldoutBatch],
+    *,
+    num_steps: int,
+    banned: Tensor | None = None,
 ) -> HeldoutEstimate:
     """Follow greedy chains of `num_steps` draft tokens from every supervised pair.
 
     A chain goes on as long as its tokens are accepted *and* the cached text is what the target
     itself would have said: past that point the cache cannot tell what the target would answer.
+
+    banned: [V] bool, tokens that the head may not draft (SGLang's token map)
     """
-    parts = [_batch_estimate(head, target_head, batch, num_steps) for batch in batches]
+    parts = [_batch_estimate(head, target_head, batch, num_steps, banned) for batch in batches]
     counts = torch.zeros(0, num_steps, dtype=torch.long)
     nothing = HeldoutEstimate([], counts, counts, counts, counts.double())
     return HeldoutEstimate.joined([nothing, *parts])
 
 
 def _batch_estimate(
-    head: DraftHead, target_head: TargetHead, batch: HeldoutBatch, num_steps: int
+    head: DraftHead,
+    target_head: TargetHead,
+    batch: HeldoutBatch,
+    num_steps: int,
+    banned: Tensor | None,
 ) -> HeldoutEstimate:
     dtype = head.fc.weight.dtype
     packed, lengths = batch.packed, batch.packed.lengths
@@ -219,7 +230,8 @@ def _batch_estimate(
     own: list[tuple[Tensor, Tensor]] = []  # keys and values of later steps, [kv_heads, M, d] each
     for n in range(num_steps):
         places = chains[::SAMPLING_STRIDE]
-        drafted, overlaps = _draft(predicted, packed.target_features[places + n], target_head)
+        features = packed.target_features[places + n]
+        drafted, overlaps = _draft(predicted, features, target_head, banned)
         accepted = drafted == batch.target_tokens[chains + n]
         tried.append(per_document(chains))
         num_accepted.append(per_document(chains[accepted]))
@@ -250,11 +262,14 @@ def _argmax_tokens(features: Tensor, target_head: TargetHead) -> Tensor:
     return torch.cat([target_head.logits(part).argmax(-1) for part in features.split(rows)])
 
 
-def _draft(predicted: Tensor, features: Tensor, target_head: TargetHead) -> tuple[Tensor, Tensor]:
+def _draft(
+    predicted: Tensor, features: Tensor, target_head: TargetHead, banned: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """What the head says, and how much of it the target says too.
 
     predicted: [N, H]    f̂
     features:  [N/8, H]  f in every 8th place
+    banned:    [V]       tokens that are never drafted
     returns    [N]       the head's most likely tokens
                [N/8]     Σ_x min(p(x), q(x))
     """
@@ -263,6 +278,8 @@ def _draft(predicted: Tensor, features: Tensor, target_head: TargetHead) -> tupl
     parts = zip(predicted.split(rows), features.split(rows // SAMPLING_STRIDE), strict=True)
     for own, real in parts:
         logits = target_head.logits(own)  # [R, V]
+        if banned is not None:
+            logits = logits.masked_fill_(banned, float("-inf"))
         tokens.append(logits.argmax(-1))
         draft_probs = logits[::SAMPLING_STRIDE].softmax(-1)
         target_probs = target_head.logits(real).softmax(-1)

@@ -132,6 +132,31 @@ class CompareConfig:
 
 
 @dataclass
+class TokenMapConfig:
+    """A feature cache in, the tokens that SGLang's draft may use out (FR-Spec)."""
+
+    features: str = MISSING  # folder of the feature cache: the replies that are counted
+    size: int = MISSING  # tokens of the map
+    out: str = MISSING  # file, for --speculative-token-map; its record is written beside it
+    # Measure what the map costs this head: a run, a checkpoint, an export, or a published head.
+    head: str | None = None
+    # The tokenizer and the output head are read from here; an empty path: where the cache says.
+    target: TargetConfig = field(default_factory=lambda: TargetConfig(path=""))
+    # Conversations that are not counted, but measured. As in training: the same are held out.
+    heldout: HeldoutConfig = field(default_factory=HeldoutConfig)
+    seed: int = 0  # of the training run
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, int) and self.size < 1:
+            raise ValueError(f"size is {self.size}, but must be at least 1.")
+        if not 0 < self.heldout.share < 1:
+            raise ValueError(
+                f"heldout.share is {self.heldout.share}, expected a number between 0 and 1: the "
+                "map is measured on conversations that it was not made from."
+            )
+
+
+@dataclass
 class ExportConfig:
     """A checkpoint in, a folder that a serving engine loads out."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from data.batches import plan_epoch
 from data.cache import FeatureCache
 from data.split import is_heldout, stem
-from train.config import TrainConfig
+from train.config import TokenMapConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,9 @@ class Step:
     num_supervised: int  # pairs, over all processes
 
 
-def split_cache(cache: FeatureCache, config: TrainConfig) -> tuple[list[int], list[int]]:
+def split_cache(
+    cache: FeatureCache, config: TrainConfig | TokenMapConfig
+) -> tuple[list[int], list[int]]:
     """Sequences to train on, and held-out ones (up to heldout.max_tokens), by conversation.
 
     Raises ValueError if one of the two is empty, RuntimeError if a chat has parts in both.

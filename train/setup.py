@@ -107,9 +107,26 @@ def heldout_batches(
 
     They are cut before they are shared out: what a batch computes then depends on no process.
     """
+    return heldout_in(
+        cache,
+        target_head,
+        heldout,
+        device=accelerator.device,
+        process=slice(accelerator.process_index, None, accelerator.num_processes),
+    )
+
+
+def heldout_in(
+    cache: FeatureCache,
+    target_head: TargetHead,
+    heldout: list[int],
+    *,
+    device: torch.device,
+    process: slice = slice(None),
+) -> list[HeldoutBatch]:
+    """Held-out sequences in batches, or those batches of them that are this process's."""
     cut = split_step(heldout, cache.lengths, world_size=1, micro_batch_tokens=HELDOUT_TOKENS)[0]
-    share = cut[accelerator.process_index :: accelerator.num_processes]
-    packed = [pack(cache, sequences).to(accelerator.device) for sequences in share if sequences]
+    packed = [pack(cache, sequences).to(device) for sequences in cut[process] if sequences]
     return [
         prepare_batch(batch, [cache.ids[i] for i in batch.sequences], target_head)
         for batch in packed
