@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from data.checkpoint_files import locate
 from data.config import TargetConfig
-from data.families import load_config
+from data.families import load_config, target_dtype
 from data.files import read_json, write_json
 from data.lock import locked
 from train.decode import Drafting
@@ -144,8 +144,12 @@ def decode_with_sglang(
 
 
 def place_of(target: TargetConfig) -> dict[str, Any]:
-    """How a server of this target would be told where it is."""
+    """How a server of this target would be told where it is.
+
+    A float32 target is served in float16 unless SGLang is told not to; a check wants it exact.
+    """
     location = locate(target)
+    is_float32 = target_dtype(target, load_config(target)) == torch.float32
     path = Path(location.path)
     if location.gguf_file:
         path = path / location.gguf_file
@@ -153,7 +157,7 @@ def place_of(target: TargetConfig) -> dict[str, Any]:
         "target": str(path.resolve()) if path.exists() else location.path,
         "revision": location.revision,
         "trust_remote_code": target.trust_remote_code,
-        "dtype": target.dtype,
+        "dtype": "float32" if is_float32 else target.dtype,
     }
 
 

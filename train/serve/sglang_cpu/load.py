@@ -96,6 +96,7 @@ def check(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
         return found
     if not is_eagle(config):
         return found  # another network altogether
+    found["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
     found["parameters"] = compare(model, read(folder), problems)
     compare_constants(model, request, problems)
     try:
@@ -204,10 +205,14 @@ def compare(
                 f"{name} is never filled: the file has no {', '.join(missing)}, and SGLang serves "
                 "what the memory held"
             )
+        elif not parameter.isfinite().all():
+            problems.append(f"{name} holds numbers that are not finite")
         elif not equal:
             shapes = ", ".join(f"{source} {list(stored[source].shape)}" for source in sources)
-            what = "has nan" if parameter.isnan().any() else "was cut or padded without a word"
-            problems.append(f"{name} {list(parameter.shape)} {what}: the file has {shapes}")
+            problems.append(
+                f"{name} {list(parameter.shape)} was cut or padded without a word: the file has "
+                f"{shapes}"
+            )
     problems += [
         f"{name} is in the file, but SGLang's head has no such parameter: ignored"
         for name in sorted(stored.keys() - used)
