@@ -1,11 +1,14 @@
 import importlib.util
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from data.config import TargetConfig
 from data.prompts import prompt_ids
@@ -47,30 +50,79 @@ def prompts(tmp_path_factory) -> Path:
     return file
 
 
-@pytest.mark.engine
-@needs_vllm
-@pytest.mark.parametrize("num_steps", [1, 3])
-def test_vllm_decodes_and_counts_as_we_do(exported, prompts, tmp_path, num_steps):
-    target, head = exported
-
-    report = check(
+def checked(target: Path, head: Path, prompts: Path, out: Path, **settings) -> dict:
+    values = {"max_new_tokens": 32, "num_steps": [1, 3], **settings}
+    return check(
         CheckConfig(
             head=str(head),
             target=TargetConfig(path=str(target)),
-            prompts=str(prompts),
-            out=str(tmp_path),
-            max_new_tokens=32,
-            num_steps=num_steps,
+            prompts=[str(prompts)],
+            out=str(out),
+            **values,
         )
     )
 
+
+@pytest.mark.engine
+@needs_vllm
+def test_vllm_decodes_and_counts_as_we_do_in_process_and_as_a_server(exported, prompts, tmp_path):
+    target, head = exported
+
+    report = checked(target, head, prompts, tmp_path, server=True)
+
     assert report["differences"] == []
-    assert report["counters_equal"]
+    assert [one["num_steps"] for one in report["checks"]] == [1, 3]
+    for one in report["checks"]:
+        assert one["counters_equal"] and one["close"]
+        accepted, drafts = one["ours"]["accepted"][0], one["ours"]["tried"][0]
+        assert 0 < accepted < drafts  # a head that is always or never right would show nothing
+    assert report["parity"]["positions"] > 10 and report["parity"]["positions_equal"]
+    assert report["parity"]["max_difference"] < 1e-4 * report["parity"]["largest"]
+    assert report["server"]["prompts_equal"] and report["server"]["prompts"] == len(QUESTIONS)
+    assert report["server"]["accepted"] == report["checks"][1]["ours"]["accepted"]
     assert report["passed"]
-    assert report["engine"]["accepted"] == report["ours"]["accepted"]
-    accepted, drafts = report["ours"]["accepted"][0], report["ours"]["tried"][0]
-    assert 0 < accepted < drafts  # a head that is always or never right would show nothing
     assert json.loads((tmp_path / "report.json").read_text()) == report
+
+
+@pytest.mark.engine
+@needs_vllm
+def test_an_engine_that_builds_another_head_fails_the_check(exported, prompts, tmp_path):
+    """vLLM silently takes a folder's own embeddings; we take the target's, as it was trained."""
+    target, head = exported
+    folder = shutil.copytree(head, tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    own = torch.randn(259, 64, generator=torch.Generator().manual_seed(0))
+    save_file({**tensors, "embed_tokens.weight": own}, folder / "model.safetensors")
+
+    report = checked(target, folder, prompts, tmp_path / "out", num_steps=[3])
+
+    one = report["checks"][0]
+    assert not one["close"]
+    assert one["engine"]["acceptance_length"] < one["ours"]["interval"][0]
+    assert not report["parity"]["close"]
+    assert report["differences"] == []  # the answers are the target's all the same
+    assert not report["passed"]
+
+
+@pytest.mark.engine
+@needs_vllm
+def test_the_command_fails_for_a_head_whose_halves_are_swapped(exported, prompts, tmp_path):
+    """Engine and we then agree on a head that is no good: what it was trained to accept tells."""
+    target, head = exported
+    folder = shutil.copytree(head, tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"].roll(64, dims=1).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    command = [sys.executable, "-m", "scripts.check_export", f"head={folder}", f"target={target}"]
+    command += [f"prompts={prompts}", f"out={tmp_path / 'out'}", "num_steps=3", "max_new_tokens=32"]
+
+    result = subprocess.run(command, capture_output=True, text=True)
+
+    assert result.returncode == 1, result.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert {one["rule"] for one in report["findings"]} == {"altered-weights", "fc-halves"}
+    assert report["checks"][0]["engine"]["acceptance_length"] < 1.2
+    assert "FAILED" in result.stdout and "fc-halves" in result.stdout
 
 
 @pytest.mark.engine
@@ -78,7 +130,7 @@ def test_vllm_decodes_and_counts_as_we_do(exported, prompts, tmp_path, num_steps
 def test_a_dying_engine_leaves_the_end_of_its_log(tmp_path):
     request = Request(
         model=str(tmp_path / "nothing"), revision=None, trust_remote_code=False, dtype="float32",
-        head=None, num_steps=1, prompts=[[1]], max_new_tokens=1, stop_ids=[], max_model_len=16,
+        head=None, num_steps=1, sets=[[[1]]], max_new_tokens=1, stop_ids=[], max_model_len=16,
     )  # fmt: skip
 
     with pytest.raises(RuntimeError, match=r"exit status 1\. The end of .*engine\.log") as error:
@@ -97,14 +149,13 @@ def test_without_vllm_the_error_says_how_to_install_it():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"engine": "sglang"}, "only vllm can be checked"),
-        ({"head": "nowhere"}, "nowhere/eagle_head.json does not exist"),
+        ({"head": "./nowhere"}, "There is no folder ./nowhere"),
     ],
 )
 def test_what_cannot_be_checked_is_refused_before_anything_runs(exported, change, message):
     target, head = exported
     values = {"head": str(head), "prompts": "none", "engine": "vllm"} | change
-    if values["engine"] == "vllm" and not HAS_VLLM:
+    if not HAS_VLLM:
         pytest.skip("vLLM is not installed")
 
     with pytest.raises((ValueError, FileNotFoundError), match=message):

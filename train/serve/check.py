@@ -1,7 +1,7 @@
 """Whether a serving engine does with an exported head what we do: same tokens, same acceptance."""
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,120 +10,146 @@ from tqdm import tqdm
 
 from data.config import TargetConfig
 from data.files import write_json
-from data.prompts import prompt_ids, read_prompts
-from data.target import (
-    Target,
-    fingerprint,
-    fingerprint_differences,
-    load_config,
-    load_target,
-    load_tokenizer,
-)
-from train.acceptance import ChainCounts
+from data.prompts import Prompt, prompt_ids, read_prompt_sets
+from data.target import Target, load_config, load_target, load_tokenizer
 from train.config import CheckConfig
 from train.decode import Drafting, as_served, speculative_generate, stop_ids_of
 from train.head import DraftHead
-from train.serve.check_report import NEAR_TIE, TOLERANCE, Answers, first_difference, show
+from train.serve.check_parity import parity
+from train.serve.check_report import NEAR_TIE, compare_set, first_difference, passed, show
 from train.serve.engine_config import dtype_name
 from train.serve.engine_vllm import Request, Result, require_vllm, run_vllm
-from train.serve.export import load_exported
+from train.serve.folder import HeadFolder, head_folder, read_folder
+from train.serve.import_head import load_head_folder, stored_in
+from train.serve.inspect_head import fingerprint_lines, show_findings
+from train.serve.rules import REFUSED
+from train.serve.server_vllm import ask_server
+from train.serve.target_facts import TargetFacts, target_facts
+from train.serve.trial import readings, trial_hits
+from train.serve.validate import Finding, effects, findings, verdict
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSet:
+    """The prompts of one set that are short enough."""
+
+    name: str
+    prompts: list[Prompt]
+    tokens: list[list[int]]
+    left_out: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ours:
+    """Our own answers: for each number of draft steps and each set."""
+
+    tokens: dict[int, list[list[list[int]]]]
+    accepted: dict[int, list[list[list[int]]]]  # of each round of each prompt
+    seconds: dict[int, list[float]]
+    dtype: torch.dtype
+    stop_ids: list[int]
+    found: list[Finding]  # what running the target says of the head
+    features: dict[str, Any]
 
 
 def check(config: CheckConfig) -> dict[str, Any]:
     """Decode the prompts in the engine, with and without the head, and with our own decoder.
 
-    Writes OUT/report.json and returns it; `passed` says whether outputs are equal token for token
-    and the acceptance lengths differ by at most 3 %. Raises ValueError for a folder or a target
-    that do not belong together, RuntimeError if the engine is missing or dies.
+    Writes OUT/report.json and returns it. `passed`: the folder is what the engine loads as it is
+    meant, outputs are equal token for token, acceptance lies in the confidence interval of ours,
+    the engine's own module computes our head's features, and the head accepts what it should. A
+    target that is not the head's own is a warning that names each field. Raises ValueError for a
+    folder that is no head of this target, RuntimeError if the engine is missing or dies.
     """
-    _check_engine(config)
+    require_vllm()
     assert config.head is not None
-    path = Path(config.head)
+    path = head_folder(config.head)
+    folder, facts = read_folder(path), target_facts(config.target)
+    record = _record(folder, config)
+    warnings = fingerprint_lines(record, facts) if record else []
+    for line in warnings:
+        log.warning("warning     the head was trained for another target: %s", line)
     out = Path(config.out) if config.out else path / "check"
-    head, record = load_exported(path)
-    _check_record(record, config)
-    names, prompts = _read_prompts(config)
-    max_model_len = _max_model_len(config, prompts)
+    found = [one for one in findings(folder, facts) if one.engine == "vllm"]
+    report: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "settings": asdict(config),
+        "fingerprint": facts.fingerprint,
+        "fingerprint_differences": warnings,
+        "recorded": (record.get("acceptance") or None) if record else None,
+    }
+    if verdict(found, "vllm") == REFUSED:
+        show_findings(found, "vllm")
+        return _finish(report | {"findings": [vars(one) for one in found], "checks": []}, out)
+    head, _ = load_head_folder(path, config.target)
+    sets = _read_sets(config)
+    ours = _decode(config, folder, facts, head, sets)
+    found += [one for one in ours.found if one.engine == "vllm"]
+    show_findings(found, "vllm")
+    report |= {"findings": [vars(one) for one in found], "dtype": dtype_name(ours.dtype)}
+    report |= _compare(config, path, sets, ours, head, out)
+    return _finish(report, out)
 
-    log.info("ours        decoding %d prompts", len(prompts))
-    ours, dtype, stop_ids = _decode(config, head, prompts)
-    torch.cuda.empty_cache()  # the target is gone, and the engine wants the memory
-    engine = {}
-    for name, folder in (("without_head", None), ("with_head", str(path))):
-        request = Request(
-            model=config.target.path,
-            revision=config.target.revision,
-            trust_remote_code=config.target.trust_remote_code,
-            dtype=dtype_name(dtype),
-            head=folder,
-            num_steps=config.num_steps,
-            prompts=prompts,
-            max_new_tokens=config.max_new_tokens,
-            stop_ids=stop_ids,
-            max_model_len=max_model_len,
-        )
-        engine[name] = run_vllm(request, out, name=name)
 
-    differences = _differences(engine, ours, names)
-    if differences:
-        _explain(differences, prompts, names, config.target, dtype_name(dtype))
-    report = _report(config, record, engine, ours, differences, dtype_name(dtype), names)
+def _finish(report: dict[str, Any], out: Path) -> dict[str, Any]:
+    report["passed"] = passed(report)
+    out.mkdir(parents=True, exist_ok=True)
     write_json(out / "report.json", report)
     show(report)
     log.info("report      %s", out / "report.json")
     return report
 
 
-def _check_engine(config: CheckConfig) -> None:
-    if config.engine != "vllm":
-        raise ValueError(f"engine is {config.engine!r}, but only vllm can be checked.")
-    require_vllm()
-
-
-def _check_record(record: dict, config: CheckConfig) -> None:
-    if record["engine"] != config.engine:
+def _record(folder: HeadFolder, config: CheckConfig) -> dict[str, Any] | None:
+    record = folder.record
+    if record and record["engine"] != "vllm":
         raise ValueError(
-            f"{config.head} was exported for {record['engine']}. Export the checkpoint for "
-            f"{config.engine}: python -m scripts.export_head checkpoint=... engine={config.engine}"
+            f"{config.head} was exported for {record['engine']}. Export the checkpoint for vllm: "
+            "python -m scripts.export_head checkpoint=... engine=vllm"
         )
-    differences = fingerprint_differences(fingerprint(config.target), record["fingerprint"])
-    if differences:
-        raise ValueError(
-            f"{config.target.path} is not the target that {config.head} was trained for: "
-            + "; ".join(differences)
-            + ". Say where that target is (target=...)."
-        )
+    return record
 
 
-def _read_prompts(config: CheckConfig) -> tuple[list[str], list[list[int]]]:
-    """Ids and tokens of the prompts that are short enough."""
+def _read_sets(config: CheckConfig) -> list[PromptSet]:
+    """The prompt sets, less what is too long."""
     tokenizer = load_tokenizer(config.target)
-    read = read_prompts(Path(config.prompts), limit=config.limit)
-    tokens = {prompt.id: prompt_ids(tokenizer, prompt.messages) for prompt in read}
-    short = {name: ids for name, ids in tokens.items() if len(ids) <= config.max_prompt_tokens}
-    log.info(
-        "prompts     %d of %s, %d left out as longer than %d tokens",
-        len(short),
-        config.prompts,
-        len(tokens) - len(short),
-        config.max_prompt_tokens,
-    )
-    if not short:
-        raise ValueError(
-            f"No prompt of {config.prompts} has at most {config.max_prompt_tokens} tokens "
-            "(max_prompt_tokens)."
+    sets = []
+    for name, prompts in read_prompt_sets(config.prompts, limit=config.limit).items():
+        tokens = [prompt_ids(tokenizer, prompt.messages) for prompt in prompts]
+        short = [i for i, ids in enumerate(tokens) if len(ids) <= config.max_prompt_tokens]
+        if not short:
+            raise ValueError(
+                f"No prompt of {name} has at most {config.max_prompt_tokens} tokens "
+                "(max_prompt_tokens)."
+            )
+        left_out = len(tokens) - len(short)
+        log.info("prompts     %s: %d, %d left out as too long", name, len(short), left_out)
+        sets.append(
+            PromptSet(
+                name=name,
+                prompts=[prompts[i] for i in short],
+                tokens=[tokens[i] for i in short],
+                left_out=left_out,
+            )
         )
-    return list(short), list(short.values())
+    return sets
 
 
-def _max_model_len(config: CheckConfig, prompts: list[list[int]]) -> int:
+def steps_of(config: CheckConfig) -> list[int]:
+    """The numbers of draft steps that are checked."""
+    steps = config.num_steps
+    return list(steps) if isinstance(steps, (list, tuple)) else [steps]
+
+
+def _max_model_len(config: CheckConfig, sets: list[PromptSet]) -> int:
     # Near its limit an engine drafts fewer tokens, so leave room for two whole rounds.
-    room = 2 * (config.num_steps + 1)
-    length = max(map(len, prompts)) + config.max_new_tokens + room
+    room = 2 * (max(steps_of(config)) + 1)
+    longest = max(len(ids) for one in sets for ids in one.tokens)
+    length = longest + config.max_new_tokens + room
     limit = load_config(config.target).get_text_config().max_position_embeddings
     if length > limit:
         raise ValueError(
@@ -134,42 +160,123 @@ def _max_model_len(config: CheckConfig, prompts: list[list[int]]) -> int:
 
 
 def _decode(
-    config: CheckConfig, head: DraftHead, prompts: list[list[int]]
-) -> tuple[Answers, torch.dtype, list[int]]:
-    """Our own answers, the dtype they were computed in, and the stop tokens."""
+    config: CheckConfig,
+    folder: HeadFolder,
+    facts: TargetFacts,
+    head: DraftHead,
+    sets: list[PromptSet],
+) -> Ours:
+    """Our own answers; the target is gone afterwards, as the engine wants the memory."""
     target = load_target(config.target)
     stop_ids = sorted(stop_ids_of(target))
     served = as_served(head, device=target.device, dtype=target.dtype)
-    answers = [
-        speculative_generate(
-            target,
-            served,
-            torch.tensor(ids),
-            drafting=Drafting.chain(config.num_steps),
-            max_new_tokens=config.max_new_tokens,
-            stop_ids=stop_ids,
-        )
-        for ids in tqdm(prompts, desc="ours", unit="prompt")
-    ]
-    rounds = [count for answer in answers for count in answer.accepted]
-    acceptance = ChainCounts.of_rounds(rounds, num_steps=config.num_steps)
-    seconds = sum(answer.seconds.total for answer in answers)
-    return Answers([a.tokens for a in answers], seconds, acceptance), target.dtype, stop_ids
+    hits = trial_hits(readings(stored_in(folder), facts, target)) if config.run_target else []
+    tokens: dict[int, list[list[list[int]]]] = {}
+    accepted: dict[int, list[list[list[int]]]] = {}
+    seconds: dict[int, list[float]] = {}
+    for steps in steps_of(config):
+        answers = [
+            [
+                speculative_generate(
+                    target,
+                    served,
+                    torch.tensor(ids),
+                    drafting=Drafting.chain(steps),
+                    max_new_tokens=config.max_new_tokens,
+                    stop_ids=stop_ids,
+                )
+                for ids in tqdm(one.tokens, desc=f"ours, {one.name}, K={steps}", unit="prompt")
+            ]
+            for one in sets
+        ]
+        tokens[steps] = [[answer.tokens for answer in many] for many in answers]
+        accepted[steps] = [[answer.accepted for answer in many] for many in answers]
+        seconds[steps] = [sum(answer.seconds.total for answer in many) for many in answers]
+    dtype, embeddings = target.dtype, target.head.embed_tokens.cpu()
+    del target
+    torch.cuda.empty_cache()
+    return Ours(
+        tokens=tokens,
+        accepted=accepted,
+        seconds=seconds,
+        dtype=dtype,
+        stop_ids=stop_ids,
+        found=effects(hits),
+        features={"embed_tokens": embeddings},
+    )
+
+
+def _compare(
+    config: CheckConfig, path: Path, sets: list[PromptSet], ours: Ours, head: DraftHead, out: Path
+) -> dict[str, Any]:
+    """Run the engine and hold everything against our own answers."""
+    request = Request(
+        model=config.target.path,
+        revision=config.target.revision,
+        trust_remote_code=config.target.trust_remote_code,
+        dtype=dtype_name(ours.dtype),
+        head=None,
+        num_steps=0,
+        sets=[one.tokens for one in sets],
+        max_new_tokens=config.max_new_tokens,
+        stop_ids=ours.stop_ids,
+        max_model_len=_max_model_len(config, sets),
+    )
+    plain = run_vllm(request, out, name="without_head")
+    checks, differences, seen = [], [], None
+    for steps in steps_of(config):
+        file = out / "parity.safetensors" if seen is None else None
+        changes = {"head": str(path), "num_steps": steps, "parity": file and str(file)}
+        engine = run_vllm(_with(request, changes), out, name=f"with_head_{steps}")
+        if file is not None:
+            seen = parity(file, head, ours.features["embed_tokens"], ours.dtype)
+        for i, one in enumerate(sets):
+            checks.append(
+                compare_set(
+                    name=one.name,
+                    num_steps=steps,
+                    prompts=[prompt.id for prompt in one.prompts],
+                    ours=ours.accepted[steps][i],
+                    counters=engine.counters[i],
+                    seconds=engine.seconds[i],
+                    seconds_without_head=plain.seconds[i],
+                )
+            )
+            differences += _differences(one, steps, engine, plain, ours.tokens[steps][i], i)
+    report: dict[str, Any] = {
+        "engine": {"name": "vllm", "version": plain.version},
+        "checks": checks,
+        "parity": seen,
+        "num_tokens": sum(len(t) for many in plain.tokens for t in many),
+    }
+    if config.server:
+        last = steps_of(config)[-1]
+        asked = _with(request, {"head": str(path), "num_steps": last})
+        report["server"], more = ask_server(asked, sets, ours.tokens[last], out)
+        differences += more
+    if differences:
+        _explain(differences, sets, config.target, dtype_name(ours.dtype))
+    return report | {"differences": differences, "near_tie_below": NEAR_TIE[dtype_name(ours.dtype)]}
+
+
+def _with(request: Request, changes: dict[str, Any]) -> Request:
+    return Request(**{**asdict(request), **changes})
 
 
 def _differences(
-    engine: dict[str, Result], ours: Answers, names: list[str]
+    one: PromptSet, steps: int, engine: Result, plain: Result, ours: list[list[int]], index: int
 ) -> list[dict[str, Any]]:
-    """The first difference of every prompt, engine with the head against the two others."""
+    """Where the engine's answers with the head differ from its plain ones, and from ours."""
     found = []
-    others = {"engine without the head": engine["without_head"].tokens, "ours": ours.tokens}
-    for other, answers in others.items():
-        for name, a, b in zip(names, engine["with_head"].tokens, answers, strict=True):
+    for other, answers in (("engine without head", plain.tokens[index]), ("ours", ours)):
+        for prompt, a, b in zip(one.prompts, engine.tokens[index], answers, strict=True):
             position = first_difference(a, b)
             if position is not None:
                 found.append(
                     {
-                        "prompt": name,
+                        "set": one.name,
+                        "prompt": prompt.id,
+                        "num_steps": steps,
                         "compared_with": other,
                         "position": position,
                         "engine_with_head": a[position] if position < len(a) else None,
@@ -181,17 +288,17 @@ def _differences(
 
 
 def _explain(
-    differences: list[dict[str, Any]],
-    prompts: list[list[int]],
-    names: list[str],
-    config: TargetConfig,
-    dtype: str,
+    differences: list[dict[str, Any]], sets: list[PromptSet], config: TargetConfig, dtype: str
 ) -> None:
     """Add what the target itself thinks of the two tokens: a near-tie is no fault of the head."""
     target = load_target(config)
-    by_name = dict(zip(names, prompts, strict=True))
+    tokens = {
+        (one.name, prompt.id): ids
+        for one in sets
+        for prompt, ids in zip(one.prompts, one.tokens, strict=True)
+    }
     for difference in differences:
-        prefix = by_name[difference["prompt"]] + difference.pop("common")
+        prefix = tokens[difference["set"], difference["prompt"]] + difference.pop("common")
         first, second = difference["engine_with_head"], difference["other"]
         if first is None or second is None:
             continue  # one answer ended early: nothing to compare
@@ -203,44 +310,3 @@ def _logit_gap(target: Target, prefix: list[int], first: int, second: int) -> fl
     input_ids = torch.tensor([prefix], device=target.device)
     logits = target.head.logits(target.features(input_ids)[0, -1])  # [V]
     return float((logits[first] - logits[second]).abs())
-
-
-def _report(
-    config: CheckConfig,
-    record: dict,
-    engine: dict[str, Result],
-    ours: Answers,
-    differences: list[dict[str, Any]],
-    dtype: str,
-    names: list[str],
-) -> dict[str, Any]:
-    with_head = engine["with_head"]
-    theirs = ChainCounts.of_totals(with_head.drafts, with_head.accepted_per_step)
-    assert ours.acceptance is not None
-    relative = theirs.length / ours.acceptance.length - 1.0
-    close = abs(relative) <= TOLERANCE
-    return {
-        "format_version": FORMAT_VERSION,
-        "passed": close and not differences,
-        "outputs_equal": not differences,
-        "acceptance_close": close,
-        "relative_difference": relative,
-        "tolerance": TOLERANCE,
-        "counters_equal": theirs.to_json() == ours.acceptance.to_json(),
-        "engine": {
-            "name": config.engine,
-            "version": with_head.version,
-            **theirs.to_json(),
-            "seconds": with_head.seconds,
-            "seconds_without_head": engine["without_head"].seconds,
-        },
-        "ours": {**ours.acceptance.to_json(), "seconds": ours.seconds},
-        "differences": differences,
-        "near_tie_below": NEAR_TIE[dtype],
-        "prompts": names,
-        "num_tokens": sum(map(len, ours.tokens)),
-        "settings": asdict(config),
-        "dtype": dtype,
-        "step": record["step"],
-        "fingerprint": record["fingerprint"],
-    }

@@ -24,6 +24,7 @@ from data.vllm_environment import require_vllm, vllm_environment
 log = logging.getLogger(__name__)
 
 STAGE = "::stage:: "  # opens the lines of the child's output that the parent repeats
+REAL_TOKENS = 1  # beyond the first, when the head is run alone: without them nothing is drafted
 NAMES = {
     "drafts": "vllm:spec_decode_num_drafts",
     "draft_tokens": "vllm:spec_decode_num_draft_tokens",
@@ -42,23 +43,42 @@ class Request:
     dtype: str  # float32, bfloat16 or float16
     head: str | None  # exported folder; None: without speculation
     num_steps: int
-    prompts: list[list[int]]  # token ids
+    sets: list[list[list[int]]]  # token ids of the prompts of each set
     max_new_tokens: int
     stop_ids: list[int]
     max_model_len: int
+    # Here the child writes what the engine's own module makes of the first prompt: input_ids [T],
+    # positions [T], features [T, H] and output [T, H].
+    parity: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """What the child answered. Counters are over all prompts, before answers are cut."""
+class Counters:
+    """Over all prompts of a set, before answers are cut."""
 
-    tokens: list[list[int]]  # of each prompt, the stop token included
-    seconds: float  # decoding only
-    version: str
     drafts: int = 0  # verified drafts, which are the rounds
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_step: list[int] = field(default_factory=list)  # rounds that accepted step n
+
+    def __sub__(self, earlier: "Counters") -> "Counters":
+        before = earlier.accepted_per_step or [0] * len(self.accepted_per_step)
+        return Counters(
+            drafts=self.drafts - earlier.drafts,
+            draft_tokens=self.draft_tokens - earlier.draft_tokens,
+            accepted_tokens=self.accepted_tokens - earlier.accepted_tokens,
+            accepted_per_step=[a - b for a, b in zip(self.accepted_per_step, before, strict=True)],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What the child answered, for each set."""
+
+    tokens: list[list[list[int]]]  # of each prompt, the stop token included
+    seconds: list[float]  # decoding only
+    version: str
+    counters: list[Counters]
 
 
 def run_vllm(request: Request, folder: Path, *, name: str) -> Result:
@@ -88,7 +108,9 @@ def run_vllm(request: Request, folder: Path, *, name: str) -> Result:
             _stop(child)
     if status != 0 or not files["result.json"].is_file():
         raise RuntimeError(_death(status, files["log"]))
-    return Result(**read_json(files["result.json"], made_by="python -m scripts.check_export"))
+    answer = read_json(files["result.json"], made_by="python -m scripts.check_export")
+    counters = [Counters(**one) for one in answer.pop("counters")]
+    return Result(**answer, counters=counters)
 
 
 def _environment(request: Request) -> dict[str, str]:
@@ -162,7 +184,9 @@ def main(request_file: Path, result_file: Path) -> None:
         disable_log_stats=False,  # the counters are statistics
         speculative_config=speculative if request.head else None,
     )
-    _tell(f"decoding {len(request.prompts)} prompts")
+    if request.head and request.parity:
+        _tell("running the head alone")
+        _capture(engine, vllm, request.sets[0][0], Path(request.parity))
     sampling = vllm.SamplingParams(
         temperature=0.0,
         max_tokens=request.max_new_tokens,
@@ -171,30 +195,59 @@ def main(request_file: Path, result_file: Path) -> None:
         stop_token_ids=request.stop_ids,
         detokenize=False,
     )
-    start = time.perf_counter()
-    outputs = engine.generate(
-        [{"prompt_token_ids": ids} for ids in request.prompts], sampling, use_tqdm=False
-    )
-    seconds = time.perf_counter() - start
-    result = Result(
-        tokens=[list(output.outputs[0].token_ids) for output in outputs],
-        seconds=seconds,
-        version=vllm.__version__,
-        **(_counters(engine) if request.head else {}),
-    )
+    tokens, seconds, counters = [], [], []
+    before = _counters(engine) if request.head else Counters()
+    for number, prompts in enumerate(request.sets, start=1):
+        _tell(f"decoding {len(prompts)} prompts, set {number} of {len(request.sets)}")
+        start = time.perf_counter()
+        outputs = engine.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False
+        )
+        seconds.append(time.perf_counter() - start)
+        tokens.append([list(output.outputs[0].token_ids) for output in outputs])
+        now = _counters(engine) if request.head else Counters()
+        counters.append(now - before)
+        before = now
+    result = Result(tokens=tokens, seconds=seconds, version=vllm.__version__, counters=counters)
     write_json(result_file, asdict(result))
-    _tell(f"done, {seconds:.1f} s of decoding")
+    _tell(f"done, {sum(seconds):.1f} s of decoding")
 
 
-def _counters(engine: Any) -> dict[str, Any]:
+def _capture(engine: Any, vllm: Any, prompt: list[int], file: Path) -> None:
+    """Write what goes into the engine's module of the head, and out of it, for one prompt."""
+    core = engine.llm_engine.engine_core.engine_core
+    module = core.model_executor.driver_worker.worker.model_runner.drafter.model
+    seen: list[dict[str, Any]] = []
+
+    def keep(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if seen:
+            return
+        # Copies: the engine writes the next step into the same buffers.
+        inputs = {"input_ids": "input_ids", "positions": "positions", "features": "hidden_states"}
+        seen.append({name: kwargs[key].detach().cpu().clone() for name, key in inputs.items()})
+        result = output[0] if isinstance(output, tuple) else output
+        seen[0]["output"] = result.detach().cpu().clone()
+
+    hook = module.register_forward_hook(keep, with_kwargs=True)
+    once = vllm.SamplingParams(temperature=0.0, max_tokens=1 + REAL_TOKENS, ignore_eos=True)
+    engine.generate([{"prompt_token_ids": prompt}], once, use_tqdm=False)
+    hook.remove()
+    # The first call reads the whole prompt, with features of the target only. Engines pad it.
+    save_file = importlib.import_module("safetensors.torch").save_file
+    rows = len(prompt)
+    save_file({name: tensor[:rows].contiguous() for name, tensor in seen[0].items()}, file)
+
+
+def _counters(engine: Any) -> Counters:
     metrics = {metric.name: metric for metric in engine.get_metrics()}
     missing = [name for name in NAMES.values() if name not in metrics]
     if missing:
         raise RuntimeError(f"This vLLM does not count {', '.join(missing)}.")
-    return {
+    found = {
         key: metrics[name].values if key == "accepted_per_step" else metrics[name].value
         for key, name in NAMES.items()
     }
+    return Counters(**found)
 
 
 def _tell(stage: str) -> None:

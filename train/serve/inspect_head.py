@@ -45,7 +45,7 @@ def inspect_head(config: CheckConfig) -> dict[str, Any]:
     measured = _try(folder, facts, config) if config.run_target else []
     found += effects(trial_hits(measured) if measured else [])
     for engine in ENGINES:
-        show(found, engine)
+        show_findings(found, engine)
     engines = [config.engine] if config.engine else list(ENGINES)
     passed = any(verdict(found, engine) == NOTE for engine in engines)
     report: dict[str, Any] = {
@@ -96,7 +96,7 @@ def _try(folder: HeadFolder, facts: TargetFacts, config: CheckConfig) -> list[Re
     return measured
 
 
-def show(found: Sequence[Finding], engine: str) -> None:
+def show_findings(found: Sequence[Finding], engine: str) -> None:
     """The findings of one engine as a table, the worst first."""
     mine = [one for one in found if one.engine == engine]
     log.info("\n%-11s %s", ENGINE_NAMES[engine], SUMMARY[verdict(list(mine), engine)])
