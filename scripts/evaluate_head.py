@@ -15,7 +15,7 @@ def main(cfg: DictConfig) -> None:
     config: EvaluateConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
     from train.evaluate import evaluate
-    from train.report import table
+    from train.report_text import table
     from train.serve.model_card import serve_command
 
     report = evaluate(config)
@@ -23,10 +23,10 @@ def main(cfg: DictConfig) -> None:
         Path(config.head),
         config.target.path,
         report["head"]["engine"],
-        num_steps=config.num_steps,
+        num_steps=report["settings"]["drafting"]["num_steps"],
     )
     print(f"\n{table(report)}\n")
-    print(f"written to {report['out']}: report.txt, report.json, acceptance.png")
+    print(f"written to {report['out']}: report.txt, report.json, report.html, answers.jsonl")
     print(f"serve with {serve}")
 
 

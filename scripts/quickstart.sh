@@ -35,7 +35,7 @@ run python -m scripts.evaluate_head recipe=quickstart
 cat <<TEXT
 
 Done: $((installed - began)) s for the installs, $((SECONDS - installed)) s for the rest. The report is above and in
-checkpoints/demo/export/vllm/evaluation (acceptance.png is its picture); the last line serves the head in vLLM.
+checkpoints/demo/export/vllm/evaluation (report.html is the page to open); the last line serves the head in vLLM.
 On a CPU a head this small makes decoding slower, as the ratio shows: there, checking 4 tokens costs much more than one.
 On a GPU checking them costs about as much as one, and acceptance is what counts.
 TEXT

@@ -56,3 +56,11 @@ def tiny_target_and_head(target_path):
 
     target = load_target(TargetConfig(path=str(target_path), device="cpu"))
     return target, random_head(target)
+
+
+@pytest.fixture(scope="session")
+def head_path(tmp_path_factory, target_path) -> Path:
+    """The export of a small head of the tiny target that accepts some drafts."""
+    from tests.evaluations import save_head
+
+    return save_head(tmp_path_factory.mktemp("head"), target_path)

@@ -85,6 +85,6 @@ def test_the_stages_run_as_printed_on_a_tiny_target(tmp_path, target_path, chats
         "best.json",
         "export/vllm/model.safetensors",
         "export/sglang/model.safetensors",
-        "export/vllm/evaluation/acceptance.png",
+        "export/vllm/evaluation/report.html",
     ):
         assert (run_folder / file).is_file(), file

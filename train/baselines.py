@@ -35,9 +35,9 @@ def load_baselines(config: EvaluateConfig, target: Target) -> dict[str, Baseline
     arguments: dict[str, dict[str, Any]] = {}
     for name in config.baselines:
         if name == "prompt_lookup":
-            arguments[name] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+            arguments[name] = {"lookup_tokens": LOOKUP_TOKENS}
         else:
-            arguments[name] = {"assistant_model": _assistant(config, target)}
+            arguments[name] = {"assistant": _assistant(config, target)}
     return {name: _baseline(target, config, each) for name, each in arguments.items()}
 
 
@@ -65,7 +65,7 @@ def _baseline(target: Target, config: EvaluateConfig, arguments: dict[str, Any])
             ids,
             max_new_tokens=config.max_new_tokens,
             stop_ids=stop_ids,
-            arguments=arguments,
+            **arguments,
         )
 
     return answer
@@ -78,22 +78,28 @@ def generate(
     *,
     max_new_tokens: int,
     stop_ids: Collection[int],
-    arguments: dict[str, Any],
+    lookup_tokens: int | None = None,
+    assistant: Any = None,
 ) -> dict[str, Any]:
-    """Greedy `generate()` of Transformers. ids: [T]; arguments: what makes it speculate."""
+    """Greedy `generate()` of Transformers. ids: [T]; the last two make it speculate."""
     ids = ids.to(target.device)[None]
-    config = _greedy(target.model, max_new_tokens, stop_ids)
+    config = _greedy(target.model, max_new_tokens, stop_ids, lookup_tokens)
     with _watched(target.model, config) as forwards:
         start = time.perf_counter()
         output = target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=config, **arguments
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
+            assistant_model=assistant,
         )
         tokens = output[0, ids.shape[1] :].tolist()  # waits for the device
         seconds = time.perf_counter() - start
     return {"tokens": tokens, "seconds": {"total": seconds}, "forwards": len(forwards)}
 
 
-def _greedy(model: Any, max_new_tokens: int, stop_ids: Collection[int]) -> Any:
+def _greedy(
+    model: Any, max_new_tokens: int, stop_ids: Collection[int], lookup_tokens: int | None
+) -> Any:
     from transformers import GenerationConfig
 
     eos = sorted(stop_ids) or None
@@ -102,6 +108,7 @@ def _greedy(model: Any, max_new_tokens: int, stop_ids: Collection[int]) -> Any:
         do_sample=False,
         eos_token_id=eos,
         pad_token_id=eos[0] if eos else 0,
+        prompt_lookup_num_tokens=lookup_tokens,
         bos_token_id=model.config.get_text_config().bos_token_id,
     )
 

@@ -21,6 +21,7 @@ from train.costs import Costs
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_DRAFT_TOKENS = 64  # nodes of the largest tree that is looked at
+WIDTHS = (1, 2, 3, 4, 6, 8)  # that are looked at
 CLEARLY = 1.02  # a larger tree must promise this much more: expectations are no more exact
 
 
@@ -136,13 +137,12 @@ def candidates(
 ) -> Iterator[Plan]:
     """For each depth and each width the size that is expected to be the fastest."""
     for num_steps in range(1, len(rates) + 1):
-        for topk in range(1, len(rates[0]) + 1):
+        for topk in (width for width in WIDTHS if width <= len(rates[0])):
             values = node_values(rates, num_steps=num_steps, topk=topk)
             plans = []
             for count, gain in enumerate(accumulate(values[: MAX_DRAFT_TOKENS - 1]), start=1):
-                # SGLang's chains draft each step; a smaller one is the one of fewer steps.
-                if topk == 1 and count < num_steps:
-                    continue
+                if count < num_steps:
+                    continue  # a tree of fewer steps
                 shape = {
                     "num_steps": num_steps,
                     "topk": topk,
