@@ -6,19 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from data.config import TargetConfig
 from data.files import write_json
-from data.prompts import Prompt, prompt_ids, read_prompt_sets
-from data.target import Target, load_config, load_target, load_tokenizer
+from data.target import load_target
 from train.config import CheckConfig
 from train.decode import Drafting, as_served, speculative_generate, stop_ids_of
 from train.head import DraftHead
+from train.serve.check_differences import differences, explain
 from train.serve.check_parity import parity
-from train.serve.check_report import NEAR_TIE, compare_set, first_difference, passed, show
+from train.serve.check_prompts import PromptSet, max_model_len, read_sets, steps_of
+from train.serve.check_report import NEAR_TIE, compare_set, passed, show
 from train.serve.engine_config import dtype_name
-from train.serve.engine_vllm import Request, Result, require_vllm, run_vllm
+from train.serve.engine_vllm import Request, require_vllm, run_vllm
 from train.serve.folder import HeadFolder, head_folder, read_folder
 from train.serve.import_head import load_head_folder, stored_in
 from train.serve.inspect_head import fingerprint_lines, show_findings
@@ -31,16 +32,7 @@ from train.serve.validate import Finding, effects, findings, verdict
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptSet:
-    """The prompts of one set that are short enough."""
-
-    name: str
-    prompts: list[Prompt]
-    tokens: list[list[int]]
-    left_out: int
+WITHOUT = "engine without head"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +45,7 @@ class Ours:
     dtype: torch.dtype
     stop_ids: list[int]
     found: list[Finding]  # what running the target says of the head
-    features: dict[str, Any]
+    embed_tokens: Tensor  # [V, H]
 
 
 def check(config: CheckConfig) -> dict[str, Any]:
@@ -86,7 +78,7 @@ def check(config: CheckConfig) -> dict[str, Any]:
         show_findings(found, "vllm")
         return _finish(report | {"findings": [vars(one) for one in found], "checks": []}, out)
     head, _ = load_head_folder(path, config.target)
-    sets = _read_sets(config)
+    sets = read_sets(config)
     ours = _decode(config, folder, facts, head, sets)
     found += [one for one in ours.found if one.engine == "vllm"]
     show_findings(found, "vllm")
@@ -112,51 +104,6 @@ def _record(folder: HeadFolder, config: CheckConfig) -> dict[str, Any] | None:
             "python -m scripts.export_head checkpoint=... engine=vllm"
         )
     return record
-
-
-def _read_sets(config: CheckConfig) -> list[PromptSet]:
-    """The prompt sets, less what is too long."""
-    tokenizer = load_tokenizer(config.target)
-    sets = []
-    for name, prompts in read_prompt_sets(config.prompts, limit=config.limit).items():
-        tokens = [prompt_ids(tokenizer, prompt.messages) for prompt in prompts]
-        short = [i for i, ids in enumerate(tokens) if len(ids) <= config.max_prompt_tokens]
-        if not short:
-            raise ValueError(
-                f"No prompt of {name} has at most {config.max_prompt_tokens} tokens "
-                "(max_prompt_tokens)."
-            )
-        left_out = len(tokens) - len(short)
-        log.info("prompts     %s: %d, %d left out as too long", name, len(short), left_out)
-        sets.append(
-            PromptSet(
-                name=name,
-                prompts=[prompts[i] for i in short],
-                tokens=[tokens[i] for i in short],
-                left_out=left_out,
-            )
-        )
-    return sets
-
-
-def steps_of(config: CheckConfig) -> list[int]:
-    """The numbers of draft steps that are checked."""
-    steps = config.num_steps
-    return list(steps) if isinstance(steps, (list, tuple)) else [steps]
-
-
-def _max_model_len(config: CheckConfig, sets: list[PromptSet]) -> int:
-    # Near its limit an engine drafts fewer tokens, so leave room for two whole rounds.
-    room = 2 * (max(steps_of(config)) + 1)
-    longest = max(len(ids) for one in sets for ids in one.tokens)
-    length = longest + config.max_new_tokens + room
-    limit = load_config(config.target).get_text_config().max_position_embeddings
-    if length > limit:
-        raise ValueError(
-            f"The longest prompt with {config.max_new_tokens} new tokens needs {length} positions, "
-            f"but {config.target.path} has {limit}. Lower max_prompt_tokens or max_new_tokens."
-        )
-    return length
 
 
 def _decode(
@@ -202,7 +149,7 @@ def _decode(
         dtype=dtype,
         stop_ids=stop_ids,
         found=effects(hits),
-        features={"embed_tokens": embeddings},
+        embed_tokens=embeddings,
     )
 
 
@@ -220,16 +167,18 @@ def _compare(
         sets=[one.tokens for one in sets],
         max_new_tokens=config.max_new_tokens,
         stop_ids=ours.stop_ids,
-        max_model_len=_max_model_len(config, sets),
+        max_model_len=max_model_len(config, sets),
     )
     plain = run_vllm(request, out, name="without_head")
-    checks, differences, seen = [], [], None
+    checks: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
+    seen: dict[str, Any] | None = None
     for steps in steps_of(config):
         file = out / "parity.safetensors" if seen is None else None
         changes = {"head": str(path), "num_steps": steps, "parity": file and str(file)}
         engine = run_vllm(_with(request, changes), out, name=f"with_head_{steps}")
         if file is not None:
-            seen = parity(file, head, ours.features["embed_tokens"], ours.dtype)
+            seen = parity(file, head, ours.embed_tokens, ours.dtype)
         for i, one in enumerate(sets):
             checks.append(
                 compare_set(
@@ -242,7 +191,10 @@ def _compare(
                     seconds_without_head=plain.seconds[i],
                 )
             )
-            differences += _differences(one, steps, engine, plain, ours.tokens[steps][i], i)
+            for other, answers in (("ours", ours.tokens[steps][i]), (WITHOUT, plain.tokens[i])):
+                found += differences(
+                    one, engine.tokens[i], answers, compared_with=other, num_steps=steps
+                )
     report: dict[str, Any] = {
         "engine": {"name": "vllm", "version": plain.version},
         "checks": checks,
@@ -253,60 +205,11 @@ def _compare(
         last = steps_of(config)[-1]
         asked = _with(request, {"head": str(path), "num_steps": last})
         report["server"], more = ask_server(asked, sets, ours.tokens[last], out)
-        differences += more
-    if differences:
-        _explain(differences, sets, config.target, dtype_name(ours.dtype))
-    return report | {"differences": differences, "near_tie_below": NEAR_TIE[dtype_name(ours.dtype)]}
+        found += more
+    if found:
+        explain(found, sets, config.target, dtype_name(ours.dtype))
+    return report | {"differences": found, "near_tie_below": NEAR_TIE[dtype_name(ours.dtype)]}
 
 
 def _with(request: Request, changes: dict[str, Any]) -> Request:
     return Request(**{**asdict(request), **changes})
-
-
-def _differences(
-    one: PromptSet, steps: int, engine: Result, plain: Result, ours: list[list[int]], index: int
-) -> list[dict[str, Any]]:
-    """Where the engine's answers with the head differ from its plain ones, and from ours."""
-    found = []
-    for other, answers in (("engine without head", plain.tokens[index]), ("ours", ours)):
-        for prompt, a, b in zip(one.prompts, engine.tokens[index], answers, strict=True):
-            position = first_difference(a, b)
-            if position is not None:
-                found.append(
-                    {
-                        "set": one.name,
-                        "prompt": prompt.id,
-                        "num_steps": steps,
-                        "compared_with": other,
-                        "position": position,
-                        "engine_with_head": a[position] if position < len(a) else None,
-                        "other": b[position] if position < len(b) else None,
-                        "common": a[:position],
-                    }
-                )
-    return found
-
-
-def _explain(
-    differences: list[dict[str, Any]], sets: list[PromptSet], config: TargetConfig, dtype: str
-) -> None:
-    """Add what the target itself thinks of the two tokens: a near-tie is no fault of the head."""
-    target = load_target(config)
-    tokens = {
-        (one.name, prompt.id): ids
-        for one in sets
-        for prompt, ids in zip(one.prompts, one.tokens, strict=True)
-    }
-    for difference in differences:
-        prefix = tokens[difference["set"], difference["prompt"]] + difference.pop("common")
-        first, second = difference["engine_with_head"], difference["other"]
-        if first is None or second is None:
-            continue  # one answer ended early: nothing to compare
-        gap = _logit_gap(target, prefix, first, second)
-        difference |= {"logit_gap": gap, "near_tie": gap <= NEAR_TIE[dtype]}
-
-
-def _logit_gap(target: Target, prefix: list[int], first: int, second: int) -> float:
-    input_ids = torch.tensor([prefix], device=target.device)
-    logits = target.head.logits(target.features(input_ids)[0, -1])  # [V]
-    return float((logits[first] - logits[second]).abs())

@@ -55,3 +55,15 @@ SERVED: dict[str, Served] = {
     "seed_oss": Served(architecture="SeedOssForCausalLM"),
     "smollm3": Served(architecture="SmolLM3ForCausalLM"),
 }
+
+
+def table() -> str:
+    """The table as Markdown."""
+    lines = ["| family | target class | vLLM 0.32 | SGLang 0.5.23 | |", "|---|---|---|---|---|"]
+    for name, row in SERVED.items():
+        lines.append(f"| {name} | `{row.architecture}` | {row.vllm} | {row.sglang} | {row.note} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

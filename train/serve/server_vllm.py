@@ -21,20 +21,22 @@ from tqdm import tqdm
 
 from data.vllm_environment import vllm_environment
 from train.acceptance import ChainCounts
-from train.serve.check_report import first_difference
+from train.serve.check_differences import differences
 from train.serve.engine_vllm import NAMES, Request
+from train.serve.check_prompts import PromptSet
 
 log = logging.getLogger(__name__)
 
+OURS = "ours (server)"
 START = 600  # seconds until the server must answer
 ANSWER = 600  # seconds for one answer
 PR_SET_PDEATHSIG = 1
 
 
 def ask_server(
-    request: Request, sets: Sequence[Any], ours: list[list[list[int]]], folder: Path
+    request: Request, sets: Sequence[PromptSet], ours: list[list[list[int]]], folder: Path
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Ask the chat endpoint all prompts of all sets (check.PromptSet), one after the other.
+    """Ask the chat endpoint all prompts of all sets, one after the other.
 
     ours: our answers to each prompt of each set
 
@@ -49,29 +51,19 @@ def ask_server(
     environment = vllm_environment(request.model)
     # A server has its engine in a process of its own.
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
-    prompts_equal, differences = True, []
+    prompts_equal, found = True, []
     address = f"http://127.0.0.1:{port}"
     with serving(command, address, log_file, environment=environment):
         for one, answers in zip(sets, ours, strict=True):
-            pairs = zip(one.prompts, one.tokens, answers, strict=True)
-            for prompt, ids, wanted in tqdm(list(pairs), desc=f"server, {one.name}", unit="prompt"):
+            said_all: list[list[int]] = []
+            pairs = list(zip(one.prompts, one.tokens, strict=True))
+            for prompt, ids in tqdm(pairs, desc=f"server, {one.name}", unit="prompt"):
                 said = _ask(address, request, prompt.messages)
                 prompts_equal &= said["prompt_token_ids"] == ids
-                answer = said["choices"][0]["token_ids"]
-                position = first_difference(answer, wanted)
-                if position is not None:
-                    differences.append(
-                        {
-                            "set": one.name,
-                            "prompt": prompt.id,
-                            "num_steps": request.num_steps,
-                            "compared_with": "ours (server)",
-                            "position": position,
-                            "engine_with_head": (answer[position:] or [None])[0],
-                            "other": (wanted[position:] or [None])[0],
-                            "common": answer[:position],
-                        }
-                    )
+                said_all.append(said["choices"][0]["token_ids"])
+            found += differences(
+                one, said_all, answers, compared_with=OURS, num_steps=request.num_steps
+            )
         counts = read_counts(_get(f"{address}/metrics"), request.num_steps)
     report = {
         "command": ["vllm", "serve", *command[3:]],
@@ -80,7 +72,7 @@ def ask_server(
         "num_steps": request.num_steps,
         **counts.to_json(),
     }
-    return report, differences
+    return report, found
 
 
 def server_arguments(request: Request, port: int) -> list[str]:
