@@ -22,8 +22,8 @@ from tqdm import tqdm
 from data.vllm_environment import vllm_environment
 from train.acceptance import ChainCounts
 from train.serve.check_differences import differences
-from train.serve.engine_vllm import NAMES, Request
 from train.serve.check_prompts import PromptSet
+from train.serve.engine_vllm import NAMES, Request
 
 log = logging.getLogger(__name__)
 
