@@ -24,7 +24,7 @@ from train.decode import plain_generate
 from train.serve.check_parity import parity
 from train.serve.engine_vllm import Request
 from train.serve.export import export, load_exported
-from train.serve.families import RAN, SERVED
+from train.serve.families import NO, RAN, SERVED, table, unserved
 
 ONLY = [name for name in os.environ.get("FAMILIES", "").split(",") if name] or sorted(FAMILIES)
 PROMPTS = [[1, *range(40, 60)], [1, *range(90, 99)]]
@@ -82,12 +82,12 @@ def test_vllm_serves_a_head_of_each_family_as_the_table_says(answered, family):
     assert report["close"] and report["positions_equal"], report
 
 
-def test_the_targets_that_export_warns_of_are_those_of_the_table():
-    from train.serve.engine_config import UNSERVED
-
-    for engine in ("vllm", "sglang"):
-        no = {name for name, row in SERVED.items() if getattr(row, engine) == "no"}
-        assert no == UNSERVED[engine][1], engine
+def test_a_family_that_is_not_served_says_why_and_only_then():
+    for name, row in SERVED.items():
+        assert (row.vllm == NO) == bool(unserved("vllm", name)) == bool(row.error), name
+        assert (row.sglang == NO) == bool(unserved("sglang", name)), name
+        assert unserved("eagle", name) is None
+    assert all(f"| {name} | " in table() for name in FAMILIES)
 
 
 def test_architectures_are_those_of_the_families():

@@ -8,7 +8,8 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from train.serve.case import Case, Hit
-from train.serve.engine_config import UNSERVED, dtype_name
+from train.serve.engine_config import dtype_name
+from train.serve.families import VERSIONS, unserved
 from train.serve.rules import ENGINES
 from train.serve.shapes import rope_config
 
@@ -80,9 +81,8 @@ def _classes(case: Case) -> Iterator[Hit]:
         if rule is not None:
             found = f"{keys.get('architectures', 'absent')}"
             yield Hit(rule=rule, subject="architectures", found=found, engines=(engine,))
-        tried, unserved = UNSERVED[engine]
-        if case.facts.model_type in unserved:
-            found = f"{case.facts.model_type}, tried with {tried}"
+        if (why := unserved(engine, case.facts.model_type)) is not None:
+            found = f"{case.facts.model_type}, seen with {VERSIONS[engine]}: {why}"
             yield Hit(rule="target-family", subject="target", found=found, engines=(engine,))
 
 

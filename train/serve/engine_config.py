@@ -27,13 +27,6 @@ WEIGHTS = {
     "eagle": "pytorch_model.bin",
 }
 
-# Targets that load but cannot be served with an `eagle` head, by engine version tried.
-UNSERVED = {
-    "vllm": ("0.32", {"gemma2"}),
-    "sglang": ("0.5.23", {"gemma2", "granite", "mixtral", "qwen2_moe"}),
-    "eagle": ("v1 to v3", set()),
-}
-
 
 def engine_config(
     head: LlamaConfig, target: PretrainedConfig, *, engine: str, vocab_size: int, dtype: torch.dtype

@@ -24,13 +24,13 @@ from train.config import ExportConfig
 from train.head import SERVED_INPUTS, DraftHead
 from train.serve.engine_config import (
     ENGINE_NAMES,
-    UNSERVED,
     WEIGHTS,
     dtype_name,
     engine_config,
     engine_tensors,
     tensor_problems,
 )
+from train.serve.families import VERSIONS, unserved
 from train.serve.folder import RECORD, read_folder
 from train.serve.hub import push
 from train.serve.import_head import config_of, load_head_folder
@@ -239,13 +239,14 @@ def _keep_reports(out: Path, tmp: Path, weights: Path) -> None:
 
 
 def _warn_of_unserved(engine: str, target_config: PretrainedConfig) -> None:
-    tried, unserved = UNSERVED[engine]
-    if target_config.model_type in unserved:
+    family = target_config.get_text_config().model_type
+    if (why := unserved(engine, family)) is not None:
         log.warning(
-            "warning     %s %s has no drafting for %s targets; see whether your version has",
+            "warning     %s %s has no drafting for %s targets (%s); see whether your version has",
             ENGINE_NAMES[engine],
-            tried,
-            target_config.model_type,
+            VERSIONS[engine],
+            family,
+            why,
         )
 
 
