@@ -88,6 +88,9 @@ def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     returns   [...]
     """
     cumulative = probs.double().cumsum(dim=-1)
-    wanted = uniforms[..., None] * cumulative[..., -1:]
+    total = cumulative[..., -1:]
     # right=True: never a token of probability 0, also for the uniform number 0.
-    return torch.searchsorted(cumulative, wanted, right=True)[..., 0]
+    found = torch.searchsorted(cumulative, uniforms[..., None] * total, right=True)
+    # A number just below one times the total may be rounded to the total: then it is the last
+    # token of any probability.
+    return torch.minimum(found, torch.searchsorted(cumulative, total.contiguous()))[..., 0]
