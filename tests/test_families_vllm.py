@@ -25,6 +25,7 @@ from train.serve.check_parity import parity
 from train.serve.engine_vllm import Request
 from train.serve.export import export, load_exported
 from train.serve.families import NO, RAN, SERVED, table, unserved
+from train.serve.target_facts import sliding_window
 
 ONLY = [name for name in os.environ.get("FAMILIES", "").split(",") if name] or sorted(FAMILIES)
 PROMPTS = [[1, *range(40, 60)], [1, *range(90, 99)]]
@@ -75,11 +76,16 @@ def test_vllm_serves_a_head_of_each_family_as_the_table_says(answered, family):
     assert result["counters"][0]["drafts"] > 0  # it did draft
     seen = load_file(folder / "parity.safetensors")
     features = target.features(torch.tensor([PROMPTS[0]]))[0]
-    assert_close(seen["features"], features, rtol=1e-3, atol=1e-3)
+    assert_close(seen["features"], features, rtol=1e-2, atol=1e-2)
     head, _ = load_exported(folder / "run" / "export" / "vllm")
     target_rows = target.head.embed_tokens
-    report = parity(folder / "parity.safetensors", head, target_rows, torch.float32)
+    window = sliding_window(target.model.config)
+    file = folder / "parity.safetensors"
+    report = parity(file, head, target_rows, torch.float32, window=window)
     assert report["close"] and report["positions_equal"], report
+    # Behind the end of such a window vLLM's head is another one: the note of the table's readers.
+    if window is not None:
+        assert not parity(file, head, target_rows, torch.float32)["close"]
 
 
 def test_a_family_that_is_not_served_says_why_and_only_then():

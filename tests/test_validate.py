@@ -11,6 +11,7 @@ from transformers import Gemma2Config
 
 from data.config import TargetConfig
 from tests.runs import save_tiny_run
+from tests.targets import family_config
 from tests.tiny import save_tiny_target, tiny_llama_config
 from train.config import ExportConfig
 from train.serve.export import export
@@ -172,7 +173,7 @@ CASES = [
 # Said of a file, or of the target, and tested below.
 ELSEWHERE = {"no-weights", "missing-shard", "second-file", "altered-weights", "soft-cap"}
 ELSEWHERE |= {"target-family", "fc-halves", "rope-guess", "predicts-nothing", "dtype-float32"}
-ELSEWHERE |= {"hidden-size", "head-dim"}
+ELSEWHERE |= {"hidden-size", "head-dim", "target-window"}
 
 
 def broken(folder: HeadFolder, change: Break, facts: TargetFacts) -> HeadFolder:
@@ -278,6 +279,26 @@ def test_what_the_target_itself_asks_of_an_engine_is_named(tmp_path, engine, rul
         assert rule not in rules_of(folder, facts, engine)
         folder = broken(folder, drop("final_logit_softcapping"), facts)
     assert rule in rules_of(folder, facts, engine)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "noted"),
+    [
+        ("mistral", {"sliding_window": 8}, True),
+        ("mistral", {"sliding_window": None}, False),
+        ("gemma3_text", {"sliding_window": 8, "num_hidden_layers": 6}, False),  # some layers do not
+        ("qwen2", {}, False),
+    ],
+)
+def test_a_target_whose_layers_all_slide_is_noted_for_vllm(tmp_path, family, changes, noted):
+    """vLLM makes the head slide too: seen by comparing its module's output behind the window."""
+    target = save_tiny_target(tmp_path / "target", family_config(family, **changes))
+    folder = read_folder(
+        export(ExportConfig(checkpoint=str(save_tiny_run(tmp_path / "run", target))))
+    )
+    facts = target_facts(TargetConfig(path=str(target)))
+    assert ("target-window" in rules_of(folder, facts, "vllm")) == noted
+    assert "target-window" not in rules_of(folder, facts, "sglang")
 
 
 def readings(*agreements: float) -> list[Reading]:

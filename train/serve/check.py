@@ -25,7 +25,7 @@ from train.serve.import_head import load_head_folder, stored_in
 from train.serve.inspect_head import fingerprint_lines, show_findings
 from train.serve.rules import REFUSED
 from train.serve.server_vllm import ask_server
-from train.serve.target_facts import TargetFacts, target_facts
+from train.serve.target_facts import TargetFacts, sliding_window, target_facts
 from train.serve.trial import readings, trial_hits
 from train.serve.validate import Finding, effects, findings, verdict
 
@@ -83,7 +83,7 @@ def check(config: CheckConfig) -> dict[str, Any]:
     found += [one for one in ours.found if one.engine == "vllm"]
     show_findings(found, "vllm")
     report |= {"findings": [vars(one) for one in found], "dtype": dtype_name(ours.dtype)}
-    report |= _compare(config, path, sets, ours, head, out)
+    report |= _compare(config, facts, sets, ours, head, out)
     return _finish(report, out)
 
 
@@ -154,9 +154,15 @@ def _decode(
 
 
 def _compare(
-    config: CheckConfig, path: Path, sets: list[PromptSet], ours: Ours, head: DraftHead, out: Path
+    config: CheckConfig,
+    facts: TargetFacts,
+    sets: list[PromptSet],
+    ours: Ours,
+    head: DraftHead,
+    out: Path,
 ) -> dict[str, Any]:
     """Run the engine and hold everything against our own answers."""
+    path = head_folder(str(config.head))
     request = Request(
         model=config.target.path,
         revision=config.target.revision,
@@ -178,7 +184,9 @@ def _compare(
         changes = {"head": str(path), "num_steps": steps, "parity": file and str(file)}
         engine = run_vllm(_with(request, changes), out, name=f"with_head_{steps}")
         if file is not None:
-            seen = parity(file, head, ours.embed_tokens, ours.dtype)
+            seen = parity(
+                file, head, ours.embed_tokens, ours.dtype, window=sliding_window(facts.config)
+            )
         for i, one in enumerate(sets):
             checks.append(
                 compare_set(

@@ -15,15 +15,24 @@ ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
 @torch.inference_mode()
-def parity(file: Path, head: DraftHead, embed_tokens: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+def parity(
+    file: Path,
+    head: DraftHead,
+    embed_tokens: Tensor,
+    dtype: torch.dtype,
+    *,
+    window: int | None = None,
+) -> dict[str, Any]:
     """How far the engine's output of the head is from ours, in float32, for one prompt.
 
     file:         what `engine_vllm` wrote: input_ids [T], positions [T], features [T, H] and
                   output [T, H]
     embed_tokens: [V, H]  of the target
     dtype:        that the engine computes in
+    window:       of a target whose layers all slide: vLLM's head then does so too, so that only the
+                  positions before its end are compared
     """
-    seen = load_file(file)
+    seen = {name: tensor[:window] for name, tensor in load_file(file).items()}
     theirs = seen["output"].float()
     embeddings = F.embedding(seen["input_ids"].long(), embed_tokens).float()
     ours = head(embeddings, seen["features"].float(), [len(theirs)])

@@ -12,6 +12,7 @@ from train.serve.engine_config import dtype_name
 from train.serve.families import VERSIONS, unserved
 from train.serve.rules import ENGINES
 from train.serve.shapes import rope_config
+from train.serve.target_facts import sliding_window
 
 ARCHITECTURES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
 # Head classes of other shapes that vLLM has, and SGLang's of other shapes.
@@ -74,6 +75,10 @@ def _classes(case: Case) -> Iterator[Hit]:
     keys = case.folder.keys
     if keys.get("model_type") not in ("llama", "qwen2"):
         yield _key("model-type", keys, "model_type", "llama")
+    window = sliding_window(case.facts.config)
+    if window and window < case.facts.head.max_position_embeddings:
+        found = f"all its layers attend to the last {window} tokens only"
+        yield Hit(rule="target-window", subject="target", found=found)
     names = keys.get("architectures") or [""]
     biased = any(re.search(r"[qkv]_proj\.bias$", name) for name in case.tensors)
     for engine in ENGINES:

@@ -191,5 +191,8 @@ RULES = {
     "soft-cap": Rule(
         sglang=(OTHER, "its confidences are not capped as the target's are"), repair=FROM_CONFIG
     ),
+    "target-window": Rule(
+        vllm=(NOTE, "the head attends within that window too, silently; it was trained without one")
+    ),
     "target-family": _both(REFUSED, "this engine has no `eagle` drafting for such targets"),
 }

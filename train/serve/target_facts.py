@@ -28,6 +28,17 @@ class TargetFacts:
         return self.config.get_text_config().model_type
 
 
+def sliding_window(config: PretrainedConfig) -> int | None:
+    """The window of a target all of whose layers attend within one; None for any other.
+
+    vLLM then makes the head's attention slide too, whatever the head's config says.
+    """
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or ["sliding_attention"])
+    return window if window and kinds == {"sliding_attention"} else None
+
+
 def target_facts(target: TargetConfig) -> TargetFacts:
     config = load_config(target)
     matrices = read_target_head(target)
