@@ -20,8 +20,9 @@ def main(cfg: DictConfig) -> None:
         report = inspect_head(config)
     else:
         from train.serve.check import check
+        from train.serve.check_sglang import check_sglang, is_for_sglang
 
-        report = check(config)
+        report = check_sglang(config) if is_for_sglang(config) else check(config)
     if not report["passed"]:
         sys.exit(1)
 

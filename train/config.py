@@ -284,6 +284,9 @@ class CheckConfig(DecodeConfig):
     )
     run_target: bool = True  # with path=: run the target too, to see whether the head predicts it
     server: bool = False  # with head=: ask the engine as an OpenAI-compatible server too
+    topk: int = 1  # engine=sglang: children of a node; above 1 the drafts are trees
+    num_draft_tokens: int | None = None  # engine=sglang: nodes with the root; null: num_steps+1
+    sglang_python: str | None = None  # the Python that has SGLang; null: that of .venv-sglang
 
     def __post_init__(self) -> None:
         one_of("engine", self.engine, (None, "vllm", "sglang"))
@@ -293,7 +296,10 @@ class CheckConfig(DecodeConfig):
                 "folder without an engine, or head=FOLDER to decode with it in one."
             )
         if self.head and self.engine != "sglang" and not self.prompts:
-            raise ValueError("head=FOLDER needs prompts to decode (prompts=FILE).")
+            raise ValueError(
+                "head=FOLDER needs prompts to decode (prompts=FILE); with engine=sglang it may be "
+                "loaded only."
+            )
         if self.fix and not (self.path and self.out):
             raise ValueError("fix=true repairs path=FOLDER into a new folder: say which (out=NEW).")
         steps = self.num_steps if isinstance(self.num_steps, list) else [self.num_steps]

@@ -125,7 +125,9 @@ def decode_with_sglang(
     """
     interpreter = find_python(python)
     out.mkdir(parents=True, exist_ok=True)
-    longest = max(map(len, prompts)) + max_new_tokens
+    # A round drafts behind the sequence, each rank in slots of its own, and rounds are prepared in
+    # advance.
+    room = 2 * (drafting.topk * drafting.num_steps + drafting.num_draft_tokens)
     request = {
         **place_of(target),
         "head": str(folder.resolve()) if folder else None,
@@ -135,7 +137,7 @@ def decode_with_sglang(
         "prompts": [list(ids) for ids in prompts],
         "max_new_tokens": max_new_tokens,
         "stop_ids": sorted(stop_ids),
-        "context_length": longest + 2 * (drafting.num_draft_tokens + 1),
+        "context_length": max(map(len, prompts)) + max_new_tokens + room,
         "batch_size": batch_size,
         "token_map": str(token_map.resolve()) if token_map else None,
         "tensors": str(tensors.resolve()) if tensors else None,
