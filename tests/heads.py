@@ -73,7 +73,7 @@ class CheatingHead(DraftHead):
         return self.known[self.positions[:, -x.shape[1] :] + 1]
 
 
-def export_tiny(head: DraftHead, target: Target, folder: Path) -> Path:
+def export_tiny(head: DraftHead, target: Target, folder: Path, *, engine: str = "vllm") -> Path:
     """The folder that `export` writes of `head`, by way of a checkpoint."""
     checkpoint = folder / "run" / "steps" / "000001"
     checkpoint.mkdir(parents=True)
@@ -88,4 +88,4 @@ def export_tiny(head: DraftHead, target: Target, folder: Path) -> Path:
         "settings": {},
     }
     write_json(checkpoint / "checkpoint.json", record)
-    return export(ExportConfig(checkpoint=str(folder / "run")))
+    return export(ExportConfig(checkpoint=str(folder / "run"), engine=engine))
