@@ -16,18 +16,21 @@ def main(cfg: DictConfig) -> None:
 
     from train.evaluate import evaluate
     from train.report_text import table
-    from train.serve.model_card import serve_command
+    from train.serve.folder import RECORD
+    from train.serve.model_card import measured_tree, serve_command, write_card
 
     report = evaluate(config)
-    serve = serve_command(
-        Path(config.head),
-        config.target.path,
-        report["head"]["engine"],
-        num_steps=report["settings"]["drafting"]["num_steps"],
-    )
     print(f"\n{table(report)}\n")
     print(f"written to {report['out']}: report.txt, report.json, report.html, answers.jsonl")
-    print(f"serve with {serve}")
+    head, target = Path(config.head), config.target.path
+    if not (head / RECORD).is_file():
+        return  # somebody else's head, or a checkpoint: engines may want it otherwise
+    if Path(report["out"]) == head / "evaluation":
+        write_card(head, target)
+    steps = report["settings"]["drafting"]["num_steps"]
+    tree = measured_tree(head)
+    engine = report["head"]["engine"]
+    print(f"serve with {serve_command(head, target, engine, num_steps=steps, tree=tree)}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ def test_the_interval_draws_prompts_not_turns():
     assert acceptance(even, num_steps=3)["interval"] == pytest.approx([1.5, 1.5])
     low, high = acceptance(apart, num_steps=3)["interval"]
     assert low < 2.0 and high > 3.0
-    assert acceptance([*apart[:1], *apart[:1]], num_steps=3)["interval"] is None
+    turns = [answer([3, 3]), answer([0, 0], turn=2)]
+    assert acceptance(turns, num_steps=3)["interval"] is None
     # The same prompt id in another set is another prompt.
     others = [answer([1, 1, 0, 0]), answer([1, 1, 0, 0], set_name="maths")]
     assert acceptance(others, num_steps=3)["interval"] is not None
