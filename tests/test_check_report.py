@@ -62,7 +62,7 @@ def test_equal_counts_are_equal_whatever_the_interval_says():
     assert same["ours"]["accepted"] == same["engine"]["accepted"] == [16, 7]
     # No prompt ever accepts: the interval is a point.
     nothing = compare([[0, 0], [0, 0]], drafts=4, per_step=(0, 0))
-    assert nothing["close"] and nothing["ours"]["interval"] == (1.0, 1.0)
+    assert nothing["close"] and nothing["ours"]["interval"] == [1.0, 1.0]
 
 
 def test_acceptance_inside_our_interval_is_close_and_outside_is_not():

@@ -61,7 +61,8 @@ def compare_set(
         "relative_difference": theirs.length / mine.length - 1.0,
         "engine": theirs.to_json()
         | {"seconds": seconds, "seconds_without_head": seconds_without_head},
-        "ours": mine.to_json() | {"interval": interval, "alpha_intervals": rates},
+        "ours": mine.to_json()
+        | {"interval": interval and list(interval), "alpha_intervals": [list(r) for r in rates]},
     }
 
 
