@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from train.costs import Costs, interpolated, measure_costs
+from train.costs import Costs, falling, interpolated, measure_costs
 from train.speed_model import (
     Plan,
     by_batch_size,
@@ -33,6 +33,10 @@ def test_costs_between_and_past_the_measured_points_lie_on_lines():
     assert interpolated((1, 2, 4), (1.0, 3.0, 4.0), 4) == 4.0
     assert interpolated((2, 4), (1.0, 2.0), 1) == 1.0
     assert interpolated((2,), (1.0,), 9) == 1.0
+
+
+def test_fewer_tokens_never_take_longer_than_more():
+    assert falling([3.0, 1.0, 2.0, 5.0, 4.0]) == (1.0, 1.0, 2.0, 4.0, 4.0)
 
 
 def test_a_round_is_one_draft_forward_per_step_and_one_forward_of_the_target():
@@ -126,6 +130,7 @@ def test_measured_costs_are_times_of_forwards(tiny_target_and_head):
     measured = measure_costs(target, head, context=20, rows=(1, 4, 64))
     assert measured.rows == (1, 4, 64) and measured.context == 20
     assert all(0 < seconds < 5 for seconds in (*measured.target, *measured.draft))
+    assert list(measured.target) == sorted(measured.target)
     # Two layers over 64 rows are more work than one layer over 1 row.
     assert measured.target[2] > measured.draft[0]
     assert Costs.from_json(measured.to_json()) == measured

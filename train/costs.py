@@ -4,6 +4,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,15 +16,16 @@ from data.target import Target
 from train.head import DraftHead
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # tokens of one forward, of all sequences together
-REPEATS = 3
+REPEATS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """Seconds of one forward over some new tokens, with the output head on each of them.
 
-    Other programs only ever add to a time, so each is the shortest of a few. The new tokens are of
-    one sequence; those of a batch cost the same but for attention, which is the smaller part.
+    Other programs only ever add to a time, so each is the shortest of a few, and none longer than
+    that of more tokens. The new tokens are of one sequence; those of a batch cost the same but for
+    attention, which is the smaller part.
     """
 
     context: int  # tokens that the new ones attend to
@@ -72,8 +74,8 @@ def measure_costs(
     return Costs(
         context=context,
         rows=tuple(rows),
-        target=tuple(_shortest(of_target, count, target.device) for count in rows),
-        draft=tuple(_shortest(of_head, count, target.device) for count in rows),
+        target=_shortest(of_target, rows, target.device),
+        draft=_shortest(of_head, rows, target.device),
     )
 
 
@@ -116,12 +118,21 @@ def _head_forward(
     return forward
 
 
-def _shortest(forward: Callable[[int], Tensor], count: int, device: torch.device) -> float:
-    times = []
-    for _ in range(1 + REPEATS):  # the first one allocates
-        start = time.perf_counter()
-        forward(count)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+def _shortest(
+    forward: Callable[[int], Tensor], rows: Sequence[int], device: torch.device
+) -> tuple[float, ...]:
+    """Seconds for each number of rows, in turns, so that a busy moment does not hit only one."""
+    times: list[list[float]] = [[] for _ in rows]
+    for _ in range(1 + REPEATS):  # the first ones allocate
+        for place, count in enumerate(rows):
+            start = time.perf_counter()
+            forward(count)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times[place].append(time.perf_counter() - start)
+    return falling([min(each[1:]) for each in times])
+
+
+def falling(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Each time, or that of more tokens where that is shorter: fewer cannot take longer."""
+    return tuple(accumulate(reversed(seconds), min))[::-1]
