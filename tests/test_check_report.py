@@ -113,7 +113,7 @@ FAULT = DIFFERENCE | {"near_tie": False, "logit_gap": 2.0}
         ({"differences": [TIE, FAULT]}, "a fault"),
         # One answer ended early: there are no two tokens whose logits could tie.
         ({"differences": [DIFFERENCE]}, "a fault"),
-        ({"checks": [compare([[0] * 24] * 2, drafts=48, per_step=(1, 0))]}, "hardly anything"),
+        ({"checks": [compare([[0] * 24] * 2, drafts=48, per_step=(0, 0))]}, "hardly anything"),
         ({"findings": [{"rule": "fc-halves", "verdict": OTHER}]}, "halves"),
         ({"checks": [], "findings": [{"rule": "prefix", "verdict": REFUSED}]}, "prefix"),
         (
