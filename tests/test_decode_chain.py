@@ -1,12 +1,10 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
 
 from data.config import TargetConfig
 from data.target import Target, load_target
 from tests.heads import CheatingHead, random_head, random_prompts, trained_head
-from tests.tiny import save_tiny_target, tiny_llama_config
 from train.decode import (
     Drafting,
     Generation,
@@ -167,30 +165,6 @@ def test_the_answer_is_cut_at_max_new_tokens_and_the_round_counts_whole(
     assert generation.tokens == plain(target, prompt, max_new_tokens=max_new_tokens)
     assert len(generation.tokens) == max_new_tokens
     assert generation.accepted == [4] * -(-(max_new_tokens - 1) // 5)
-
-
-def sliding(model_type: str) -> PretrainedConfig:
-    """The tiny config as another family, whose layers (or some of them) look back 8 tokens."""
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
-    names += ("num_attention_heads", "num_key_value_heads", "initializer_range", "eos_token_id")
-    shared = {name: getattr(tiny_llama_config(), name) for name in names}
-    return AutoConfig.for_model(model_type, sliding_window=8, **shared)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [tiny_llama_config(tie_word_embeddings=False), sliding("mistral"), sliding("gemma3_text")],
-    ids=["untied", "sliding window", "some layers sliding"],
-)
-def test_other_targets_are_decoded_exactly_too(tmp_path, config):
-    """A target that forgets rows outside its window could not take a rejected draft back."""
-    save_tiny_target(tmp_path, config)
-    target = load_target(TargetConfig(path=str(tmp_path), dtype="float32", device="cpu"))
-    for prompt in random_prompts(target, [1, 6, 30]):
-        for head in (random_head(target), cheat(target, prompt, wrong={3, 4, 9, 15})):
-            generation = generate(target, head, prompt)
-            assert generation.tokens == plain(target, prompt)
-        assert max(generation.accepted) == 3
 
 
 def test_a_head_served_in_bfloat16_keeps_its_rope_frequencies(target, prompts):

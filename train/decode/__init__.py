@@ -10,12 +10,14 @@ from train.decode.sampling import GREEDY, Sampling, Typical
 from train.decode.static_tree import best_shape
 from train.decode.stops import stop_ids_of
 from train.decode.target_stream import TargetStream
+from train.decode.ties import Recheck, explain_difference, recheck
 
 __all__ = [
     "GREEDY",
     "Drafting",
     "Generation",
     "HeadStream",
+    "Recheck",
     "Round",
     "Sampling",
     "Seconds",
@@ -23,7 +25,9 @@ __all__ = [
     "Typical",
     "as_served",
     "best_shape",
+    "explain_difference",
     "plain_generate",
+    "recheck",
     "speculative_generate",
     "stop_ids_of",
 ]
