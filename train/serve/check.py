@@ -32,6 +32,7 @@ from train.serve.validate import Finding, effects, findings, verdict
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
+TRIED = 4  # prompts on which the head is read in other ways too
 WITHOUT = "engine without head"
 
 
@@ -117,7 +118,10 @@ def _decode(
     target = load_target(config.target)
     stop_ids = sorted(stop_ids_of(target))
     served = as_served(head, device=target.device, dtype=target.dtype)
-    hits = trial_hits(readings(stored_in(folder), facts, target)) if config.run_target else []
+    hits = []
+    if config.run_target:
+        few = sets[0].tokens[:TRIED]
+        hits = trial_hits(readings(stored_in(folder), facts, target, few))
     tokens: dict[int, list[list[list[int]]]] = {}
     accepted: dict[int, list[list[list[int]]]] = {}
     seconds: dict[int, list[float]] = {}

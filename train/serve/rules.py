@@ -45,7 +45,7 @@ RULES = {
     "altered-weights": _both(OTHER, "the tensors are not those that were exported and measured"),
     # Names of tensors
     "prefix": Rule(
-        vllm=(REFUSED, "ValueError: There is no module or parameter named 'model.model'"),
+        vllm=(REFUSED, "ValueError: There is no module or parameter named 'model'"),
         sglang=(OTHER, "only warnings; nothing is loaded and nothing is accepted"),
         repair="the prefix is taken off",
     ),

@@ -5,6 +5,7 @@ tensors allow: the halves of `fc` as they are and swapped, RoPE as its config ha
 target has it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,11 +58,11 @@ class Answered:
 
 
 @torch.inference_mode()
-def answer(target: Target) -> Answered:
-    """Let the target answer QUESTIONS."""
+def answer(target: Target, prompts: Sequence[list[int]]) -> Answered:
+    """Let the target answer prompts, given as token ids."""
     texts, answers = [], []
-    for question in QUESTIONS:
-        ids = torch.tensor(prompt_ids(target.tokenizer, [{"role": "user", "content": question}]))
+    for prompt in prompts:
+        ids = torch.tensor(prompt)
         said = plain_generate(target, ids, max_new_tokens=ANSWER, stop_ids=()).tokens
         texts.append(torch.cat([ids, torch.tensor(said)]).to(target.device))
         answers.append(torch.arange(len(texts[-1]) - 1) >= len(ids) - 1)
@@ -78,12 +79,20 @@ def answer(target: Target) -> Answered:
 
 
 @torch.inference_mode()
-def readings(stored: StoredHead, facts: TargetFacts, target: Target) -> list[Reading]:
+def readings(
+    stored: StoredHead,
+    facts: TargetFacts,
+    target: Target,
+    prompts: Sequence[list[int]] | None = None,
+) -> list[Reading]:
     """Every reading of a head, measured. The first one is the head as it is.
+
+    prompts: token ids of what the target is asked; None: QUESTIONS
 
     Raises ValueError if its tensors do not make a head.
     """
-    answered = answer(target)
+    asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    answered = answer(target, prompts or [prompt_ids(target.tokenizer, one) for one in asked])
     ways = [Reading(swapped=s, target_rope=r) for r in (False, True) for s in (False, True)]
     measured = []
     for way in ways:
