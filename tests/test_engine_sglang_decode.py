@@ -16,8 +16,10 @@ from data.config import TargetConfig
 from data.target import load_target
 from tests.heads import export_tiny, random_prompts, trained_head
 from tests.tiny import save_tiny_target, tiny_llama_config
+from train.config import HeldoutConfig, TokenMapConfig
 from train.decode import Drafting, plain_generate, speculative_generate
 from train.serve.engine_sglang import PYTHON, decode_with_sglang
+from train.token_map import build_token_map
 
 pytestmark = [
     pytest.mark.engine,
@@ -154,14 +156,20 @@ def test_the_draft_model_reads_the_targets_features_after_its_final_norm(case, p
     assert first["positions"].tolist() == list(range(len(ids)))
 
 
-def test_a_token_map_is_read_and_nothing_else_is_drafted(case, plain):
-    allowed = sorted({token for tokens in plain[:2] for token in tokens})
+def test_a_token_map_is_read_and_nothing_else_is_drafted(case, plain, cache_path):
     file = case.folder / "map.pt"
-    torch.save(allowed, file)
-    result = case.sglang(SHAPES["narrow"], "map", token_map=file)
-    assert [answer["tokens"] for answer in result["answers"]] == plain
-    drafted = {t for a in result["answers"] for r in a["rounds"] for t in r["tokens"][1:]}
-    assert drafted and drafted <= set(allowed)
+    heldout = HeldoutConfig(share=0.2)
+    allowed = build_token_map(
+        TokenMapConfig(features=str(cache_path), size=40, out=str(file), heldout=heldout)
+    )
+    drafted = {}
+    for name, token_map in (("with", file), ("without", None)):
+        result = case.sglang(SHAPES["narrow"], f"map-{name}", token_map=token_map)
+        assert [answer["tokens"] for answer in result["answers"]] == plain
+        trees = [tree for answer in result["answers"] for tree in answer["rounds"]]
+        drafted[name] = {token for tree in trees for token in tree["tokens"][1:]}
+    assert len(drafted["with"]) > 10 and drafted["with"] <= set(allowed)
+    assert not drafted["without"] <= set(allowed)
 
 
 def test_swapped_halves_of_fc_are_seen_in_the_acceptance_alone(case, plain):
@@ -203,10 +211,12 @@ def replay(case: Case, calls: list[dict]):
     """Run the head on what SGLang's draft model was given. Yields the largest difference of each.
 
     Keys of real pairs are kept by position. Step s of a draft is kept by the rank of its beam,
-    which attends to the real pairs and to the steps of its own rank (ENGINES' K/V quirk).
+    which attends to the real pairs and to the steps of its own rank: SGLang leaves keys where they
+    are when it sorts the beam anew.
     """
-    head, kv_heads, dim = case.head, 2, 8
-    keys, values = (torch.zeros(kv_heads, 512, dim) for _ in range(2))
+    head = case.head
+    shape = (head.config.num_key_value_heads, 512, head.config.head_dim)
+    keys, values = torch.zeros(shape), torch.zeros(shape)
     own: list[tuple[Tensor, Tensor]] = []
     for call in calls:
         positions = call["positions"]
