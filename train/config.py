@@ -307,3 +307,18 @@ class CheckConfig(DecodeConfig):
             raise ValueError(
                 f"num_steps is {self.num_steps}, expected a whole number above 0, or a list of them"
             )
+
+
+@dataclass
+class SimulateConfig:
+    """Acceptance rates in, the acceptance length by formula and by simulation out."""
+
+    alphas: list[float] = MISSING  # α_n of draft token n, given that those before were accepted
+    rounds: int = 50_000  # rounds that are played
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.alphas or not all(0 <= alpha <= 1 for alpha in self.alphas):
+            raise ValueError(f"alphas is {self.alphas}, expected one or more shares from 0 to 1.")
+        if self.rounds < 1:
+            raise ValueError(f"rounds is {self.rounds}, but must be at least 1.")
