@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from data.config import TargetConfig
 from tests.runs import save_tiny_run
 from tests.tiny import save_tiny_target
-from train.config import CheckConfig, ExportConfig
+from train.config import CheckConfig, EvaluateConfig, ExportConfig
+from train.evaluate import evaluate
 from train.serve.export import export
 from train.serve.inspect_head import inspect_head
 
@@ -74,3 +75,31 @@ def test_looking_at_a_head_names_the_field_in_which_the_target_differs(
         assert not warnings
     else:
         assert any(f"trained for another target: {field}" in line for line in warnings)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"), [(fine_tune, "weights"), (other_template, "chat_tem")]
+)
+def test_evaluating_a_head_names_the_field_in_which_the_target_differs(
+    head, tmp_path, caplog, change, field
+):
+    target, folder = head
+    caplog.set_level(logging.INFO, logger="train")
+    copy = shutil.copytree(target, tmp_path / "copy")
+    change(copy)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "a cat"}) + "\n")
+
+    report = evaluate(
+        EvaluateConfig(
+            head=str(folder),
+            target=TargetConfig(path=str(copy), device="cpu"),
+            prompts=str(prompts),
+            max_new_tokens=4,
+            out=str(tmp_path / "out"),
+        )
+    )
+
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert any(field in line and "trained for" in line for line in warnings)
+    assert [line for line in report["fingerprint_differences"] if line.startswith(field)]

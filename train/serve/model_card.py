@@ -11,6 +11,11 @@ from data.origin import describe_replies
 from train.serve.engine_config import ENGINE_NAMES, WEIGHTS
 from train.serve.folder import RECORD
 
+NOTHING_SHARED = "Embeddings and output head are the target's own and not in this folder."
+COPY_SHARED = (
+    "The output head is the target's own and not in this folder; the embeddings are a copy of the "
+    "target's, which the repository's loader asks for."
+)
 CARD = """\
 # EAGLE draft head for {target}
 
@@ -22,9 +27,8 @@ output stays what it is without the head; only the speed changes.
   are arranged when serving. Engines load it as method `eagle`.
 - **Llama-shaped by design**, whatever family the target is: that is the layer that engines build
   for `eagle` heads. The target is a `{model_type}` model.
-- **For this target only.** Embeddings and output head are the target's own and not in this
-  folder. With other weights, another tokenizer or another chat template it loads as well, and
-  guesses worse.
+- **For this target only.** {shared} With other weights, another tokenizer or another chat template
+  it loads as well, and guesses worse.
 
 ## Serve
 
@@ -108,6 +112,7 @@ def model_card(
         engine_name=ENGINE_NAMES[engine],
         weights=WEIGHTS[engine],
         model_type=origin["fingerprint"].get("model_type", "?"),
+        shared=COPY_SHARED if engine == "eagle" else NOTHING_SHARED,
         command=_serve_command(path, target, engine, dtype=origin["dtype"], tree=shape),
         drafting=_drafting(engine, shape),
         acceptance=_acceptance(origin["acceptance"]),
