@@ -279,10 +279,9 @@ class CheckConfig(DecodeConfig):
     num_steps: Any = 3  # draft tokens per round, or a list of several numbers to check
     # Folder of the report (null: HEAD/check); with fix=true the new folder.
     out: str | None = None
-    fix: bool = (
-        False  # with path=: repair what can be repaired, for `engine` (null: vllm), into out
-    )
-    run_target: bool = True  # with path=: run the target too, to see whether the head predicts it
+    # With path=: repair what can be repaired, for `engine` (null: vllm), into `out`.
+    fix: bool = False
+    run_target: bool = True  # run the target on a few prompts, to see whether the head predicts it
     server: bool = False  # with head=: ask the engine as an OpenAI-compatible server too
     topk: int = 1  # engine=sglang: children of a node; above 1 the drafts are trees
     num_draft_tokens: int | None = None  # engine=sglang: nodes with the root; null: num_steps+1
