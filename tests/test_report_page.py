@@ -8,6 +8,7 @@ import pytest
 from tests.evaluations import evaluation
 from tests.pages import Page
 from train.evaluate import evaluate
+from train.evaluate_answers import first_difference
 from train.report import write_report
 from train.report_page import page
 from train.report_text import pays_text, table
@@ -148,3 +149,16 @@ def test_differences_are_counted_and_shown(report, tmp_path):
     text = (tmp_path / "report.txt").read_text()
     assert "5 of 6 answers equal plain decoding; of the others 1 are near-ties" in text
     assert "chat b turn 1, token 7: near-tie, logits 1e-06 apart where rounding moves them" in text
+
+
+@pytest.mark.parametrize(
+    ("drafted", "reason"),
+    [([1, 2, 9, 4], "drawn otherwise, or of a quantised target"), ([1, 2], "one answer ends")],
+)
+def test_a_difference_that_is_not_looked_into_is_shown_as_such(report, drafted, reason):
+    difference = first_difference([1, 2, 3], drafted)
+    assert difference["position"] == 2
+    place = {"set": "chat", "prompt": "b", "turn": 1}
+    text = table(report | {"outputs_equal": 5, "differences": [place | difference]})
+    assert f"chat b turn 1, token 2: {reason}" in text
+    assert first_difference([1, 2], [1, 2]) is None

@@ -30,10 +30,10 @@ from train.decode import (
     Drafting,
     Generation,
     Sampling,
+    explain_difference,
     plain_generate,
     speculative_generate,
 )
-from train.differences import explain_difference
 from train.evaluate_summary import PHASES
 from train.head import DraftHead
 
@@ -187,16 +187,36 @@ def _measured(
             "plain": without,
             "drafted": with_head,
             "baselines": {name: answer(talk.ids) for name, answer in setup.baselines.items()},
-            "difference": explain_difference(
-                setup.target,
-                talk.ids,
-                without["tokens"],
-                with_head["tokens"],
-                greedy=setup.sampling.temperature == 0,
-            ),
+            "difference": _difference(setup, talk.ids, without["tokens"], with_head["tokens"]),
         }
         for talk, without, with_head in zip(talks, plain, drafted, strict=True)
     ]
+
+
+def _difference(
+    setup: Setup, ids: Tensor, plain: list[int], drafted: list[int]
+) -> dict[str, Any] | None:
+    """Where two answers first differ, and whether it is a near-tie, if that can be looked into."""
+    is_quantised = setup.target.fingerprint["quantization"] != "none"
+    if setup.sampling.temperature or is_quantised:
+        return first_difference(plain, drafted)
+    return explain_difference(setup.target, ids, plain, drafted)
+
+
+def first_difference(plain: list[int], drafted: list[int]) -> dict[str, Any] | None:
+    """Where two answers first differ: as `explain_difference` says it, without a reason."""
+    if plain == drafted:
+        return None
+    shorter = min(len(plain), len(drafted))
+    place = next((i for i in range(shorter) if plain[i] != drafted[i]), shorter)
+    return {
+        "position": place,
+        "with_head": drafted[place : place + 1],
+        "without_head": plain[place : place + 1],
+        "logit_gap": None,
+        "rounding": None,
+        "near_tie": False,
+    }
 
 
 def _both_ways(

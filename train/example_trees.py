@@ -39,7 +39,8 @@ def _example(answer: dict[str, Any], number: int, tokenizer: Any) -> dict[str, A
         "prompt": answer["prompt"],
         "turn": answer["turn"],
         "round": number + 1,
-        "context": tokenizer.decode(before, skip_special_tokens=True),
+        # It may begin inside a character.
+        "context": tokenizer.decode(before, skip_special_tokens=True).lstrip("\ufffd"),
         "texts": [tokenizer.decode([token]) for token in one["tokens"]],
         "parents": one["parents"],
         "confidences": one["confidences"],

@@ -250,9 +250,10 @@ def _explained(difference: dict[str, Any]) -> str:
     )
     if difference["logit_gap"] is None:
         both = difference["with_head"] and difference["without_head"]
-        return f"{place}: " + ("drawn otherwise" if both else "one answer ends, the other goes on")
+        unseen = "drawn otherwise, or of a quantised target: not looked into"
+        return f"{place}: {unseen if both else 'one answer ends, the other goes on'}"
     kind = "near-tie" if difference["near_tie"] else "NOT a near-tie"
     return (
-        f"{place}: {kind}, logits {difference['logit_gap']:.2g} apart where rounding moves them "
-        f"by {difference['rounding']:.2g}"
+        f"{place}: {kind}, logits {difference['logit_gap']:.2g} apart where rounding moves "
+        f"them by {difference['rounding']:.2g}"
     )
