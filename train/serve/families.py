@@ -79,7 +79,10 @@ def table() -> str:
     engines = f"vLLM {VERSIONS['vllm']} | SGLang {VERSIONS['sglang']}"
     lines = [f"| family | target class | {engines} | |", "|---|---|---|---|---|"]
     for name, row in SERVED.items():
-        lines.append(f"| {name} | `{row.architecture}` | {row.vllm} | {row.sglang} | {row.note} |")
+        notes = [f"vLLM: {row.error}"] if row.error else []
+        notes += [row.note] if row.note else []
+        cells = (name, f"`{row.architecture}`", row.vllm, row.sglang, "; ".join(notes))
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
