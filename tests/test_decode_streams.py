@@ -18,6 +18,9 @@ from train.decode.rounds import draft_tree
 from train.decode.tree import Tree, padded
 from train.head import DraftHead
 
+# All candidates of four layers: the beam is sorted anew between them.
+KINDS = {**DRAFTINGS, "deep": Drafting.dynamic(num_steps=4, topk=3, num_draft_tokens=31)}
+
 
 @pytest.fixture(scope="module")
 def target(target_path) -> Target:
@@ -188,10 +191,10 @@ def drafted(target: Target, head: DraftHead, texts: list[Text], drafting: Drafti
 
 
 @pytest.mark.parametrize("lengths", [[9], [9, 4, 15]], ids=["one", "batch"])
-@pytest.mark.parametrize("kind", DRAFTINGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_head_runs_every_path_of_a_tree_as_if_it_were_alone(target, head, kind, lengths):
     texts = [Text(target, head, n, seed=n) for n in lengths]
-    tree = drafted(target, head, texts, DRAFTINGS[kind])
+    tree = drafted(target, head, texts, KINDS[kind])
     for row, text in enumerate(texts):
         tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
         assert tokens[0] == text.newest
