@@ -34,11 +34,11 @@ def target(target_path) -> Target:
 
 @pytest.fixture(scope="module")
 def head(target) -> DraftHead:
-    """A head with weights so large that it matters what a pair attends to."""
+    """A head whose attention is so strong that it matters what a pair attends to."""
     head = random_head(target).double()
     with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.mul_(8)
+        for parameter in (head.fc.weight, *head.layer.self_attn.parameters()):
+            parameter.mul_(12)
     return head
 
 
