@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from tests.evaluations import evaluation
 from train.choose_tree import requested, tree_table
 from train.evaluate import evaluate
 from train.report_text import table
+from train.speed_model import CLEARLY
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,9 @@ def test_auto_takes_the_tree_that_its_table_marks_and_keeps_it(config, tmp_path,
     drafting = report["settings"]["drafting"]
     row = next(line for line in marked if line.split()[0] == str(drafting["num_steps"]))
     assert f"{drafting['num_draft_tokens']:>3})*" in row
+    speedups = [float(x) for x in re.findall(r"([\d.]+)x \(", "\n".join(caplog.messages))]
+    chosen = float(re.findall(r"([\d.]+)x \([^)]*\)\*", row)[0])
+    assert chosen * CLEARLY + 0.01 >= max(speedups) > min(speedups)
     # Costs differ from one measurement to the next; what was chosen must not.
     again = evaluate(auto)
     assert again["settings"]["drafting"] == drafting and again["overall"] == report["overall"]
