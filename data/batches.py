@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from data.cache import FeatureCache, supervised_pairs
+from data.cache.reader import FeatureCache, supervised_pairs
 
 PREFETCHED_STEPS = 2
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from data.config import DumpConfig
 def main(cfg: DictConfig) -> None:
     config: DumpConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
-    from data.bench import bench, table
+    from data.dump.bench import bench, table
 
     result = bench(config)
     print(f"\n{table(result)}\n\n{json.dumps(result)}")

@@ -14,7 +14,7 @@ from train.config import TrainConfig
 def main(cfg: DictConfig) -> None:
     config: TrainConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
-    from train.bench import bench
+    from train.bench.run import bench
 
     print(json.dumps(bench(config)))
 

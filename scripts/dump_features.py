@@ -12,7 +12,7 @@ from data.config import DumpConfig
 def main(cfg: DictConfig) -> None:
     config: DumpConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
-    from data.dump import dump
+    from data.dump.run import dump
 
     dump(config)
 

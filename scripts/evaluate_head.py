@@ -14,8 +14,8 @@ from train.config import EvaluateConfig
 def main(cfg: DictConfig) -> None:
     config: EvaluateConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
-    from train.evaluate import evaluate
-    from train.report_text import table
+    from train.measure.evaluate import evaluate
+    from train.measure.report_text import table
     from train.serve.folder import RECORD
     from train.serve.model_card import measured_tree, serve_command, write_card
 

@@ -12,7 +12,7 @@ from data.config import HeldoutPromptsConfig
 def main(cfg: DictConfig) -> None:
     config: HeldoutPromptsConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
-    from data.prompts import heldout_prompts
+    from data.chats.prompts import heldout_prompts
 
     heldout_prompts(config)
 

@@ -14,7 +14,7 @@ from data.config import InspectConfig
 def main(cfg: DictConfig) -> None:
     config: InspectConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
-    from data.inspect import inspect, text
+    from data.cache.inspect import inspect, text
 
     found = inspect(config)
     print(text(found))

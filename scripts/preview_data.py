@@ -14,7 +14,7 @@ from data.config import PreviewConfig
 def main(cfg: DictConfig) -> None:
     config: PreviewConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
-    from data.preview import preview, wants_color
+    from data.chats.preview import preview, wants_color
 
     print(preview(config, color=wants_color(config.color, sys.stdout)))
 

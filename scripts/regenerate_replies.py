@@ -12,7 +12,7 @@ from data.config import RegenerateConfig
 def main(cfg: DictConfig) -> None:
     config: RegenerateConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
-    from data.regenerate import regenerate
+    from data.replies.regenerate import regenerate
 
     regenerate(config)
 

@@ -18,8 +18,8 @@ def main(cfg: DictConfig) -> float:
     config: TrainConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
     config.out = job_folder(config.out)
 
-    from train.loop import fit  # torch loads only after the config is known to be good
-    from train.step import NotFiniteError
+    from train.fit.loop import fit  # torch loads only after the config is known to be good
+    from train.fit.step import NotFiniteError
 
     try:
         return fit(config)

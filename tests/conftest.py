@@ -21,7 +21,7 @@ def chats_path(tmp_path_factory) -> Path:
 def cache_path(tmp_path_factory, target_path, chats_path) -> Path:
     """A finished feature cache of the tiny target over the small chats."""
     from data.config import DatasetConfig, DumpConfig, TargetConfig
-    from data.dump import dump
+    from data.dump.run import dump
 
     config = DumpConfig(
         target=TargetConfig(path=str(target_path)),
@@ -34,7 +34,7 @@ def cache_path(tmp_path_factory, target_path, chats_path) -> Path:
 
 @pytest.fixture(scope="session")
 def cache(cache_path):
-    from data.cache import FeatureCache
+    from data.cache.reader import FeatureCache
 
     return FeatureCache(cache_path)
 
@@ -51,7 +51,7 @@ def run_path(tmp_path_factory, target_path) -> Path:
 def tiny_target_and_head(target_path):
     """The tiny target, loaded, and an untrained head for it."""
     from data.config import TargetConfig
-    from data.target import load_target
+    from data.target.model import load_target
     from tests.heads import random_head
 
     target = load_target(TargetConfig(path=str(target_path), device="cpu"))

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
+from data.chats.prompts import prompt_ids
 from data.config import TargetConfig
-from data.prompts import prompt_ids
-from data.target import Target, load_target
+from data.target.model import Target, load_target
 from tests.heads import export_tiny, trained_head
 from train.config import EvaluateConfig
 

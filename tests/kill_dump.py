@@ -29,18 +29,18 @@ from pathlib import Path
 from typing import Any
 
 from data.config import DatasetConfig, DumpConfig, TargetConfig
-from data.dump import dump
+from data.dump.run import dump
 from tests.tiny import save_tiny_chats, save_tiny_target
 
 WRITERS = (
-    "cache",
-    "dump",
+    "cache/manifest",
+    "cache/reader",
+    "cache/shards",
+    "chats/tokens",
+    "dump/plan",
+    "dump/run",
     "files",
     "lock",
-    "manifest",
-    "plan",
-    "shards",
-    "tokens",
 )  # modules of data/
 PATIENCE = 60  # seconds until a process must have noticed that another one died
 
@@ -155,7 +155,7 @@ def at_each_rename(act: Callable[[int], None]) -> None:
 def at_each_line(act: Callable[[int], None]) -> None:
     """Call `act` with the number of each line of WRITERS that a thread of this process comes to."""
     counter = itertools.count()
-    folder = Path(sys.modules["data.dump"].__file__ or "").parent
+    folder = Path(sys.modules["data"].__file__ or "").parent
     files = {str(folder / f"{name}.py") for name in WRITERS}
 
     def trace(frame: Any, event: str, argument: Any) -> Any:

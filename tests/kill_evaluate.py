@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from tests.evaluations import evaluation
-from train.answer_log import AnswerLog
-from train.evaluate import evaluate
+from train.measure.answer_log import AnswerLog
+from train.measure.evaluate import evaluate
 
 
 def die_at_answer(number: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.training import small_run
 from train.config import TrainConfig
-from train.loop import fit
+from train.fit.loop import fit
 
 
 def short_run(cache: Path, out: Path) -> TrainConfig:

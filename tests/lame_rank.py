@@ -14,8 +14,8 @@ from data.batches import PackedBatch
 from data.processes import leave_launch
 from tests.training import small_run
 from train import launch, loop
-from train.plan import Step
-from train.setup import Run
+from train.fit.plan import Step
+from train.fit.setup import Run
 
 
 def main(what: str, cache: str, run: str) -> None:

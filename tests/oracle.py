@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from data.conversations import Turn
+from data.chats.conversations import Turn
 from tests.templates import BOS, END, EOS, OTHER_END_IN_HISTORY, THINKING
 
 Pieces = list[tuple[str, bool]]  # text, whether it is supervised

@@ -2,8 +2,8 @@
 
 import torch
 
-from data.statistics import Statistics, measure
-from data.tokens import Tokens
+from data.chats.statistics import Statistics, measure
+from data.chats.tokens import Tokens
 
 END = 2  # the end-of-turn token of the hand-made sequences
 Sequence = list[tuple[int, bool]]  # token and whether it is supervised

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from data.generation import Request, generate, stop_ids
-from data.prompts import prompt_ids
-from data.target import Target
+from data.chats.prompts import prompt_ids
+from data.replies.generation import Request, generate, stop_ids
+from data.target.model import Target
 
 
 @dataclass

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from data.batches import PackedBatch
-from data.cache import CachedSequence, supervised_pairs
-from data.target import TargetHead
+from data.cache.reader import CachedSequence, supervised_pairs
+from data.target.model import TargetHead
 from tests.tiny import tiny_llama_config
 from train import acceptance
 from train.acceptance import (
@@ -23,8 +23,8 @@ from train.acceptance import (
     prepare_batch,
 )
 from train.config import INPUTS, HeldoutConfig, TrainConfig
+from train.fit.loop import fit
 from train.head import DraftHead, draft_config
-from train.loop import fit
 
 V, H = 12, 32
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from train.answer_log import ANSWERS, AnswerLog
+from train.measure.answer_log import ANSWERS, AnswerLog
 
 HEADER = {"settings": {"num_steps": 3, "tree": "chain"}, "versions": {"torch": "2"}}
 

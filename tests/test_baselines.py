@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from data.config import TargetConfig
-from data.target import load_target
+from data.target.model import load_target
 from tests.heads import random_prompts
 from tests.tiny import save_tiny_target, tiny_llama_config
-from train.baselines import load_baselines
 from train.config import EvaluateConfig
 from train.decode import plain_generate, stop_ids_of
+from train.measure.baselines import load_baselines
 
 NEW = 16
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data.batches import PackedBatch, add_noise, pack, plan_epoch, prefetch, split_step
-from data.cache import FeatureCache, supervised_pairs
+from data.cache.reader import FeatureCache, supervised_pairs
 
 LENGTHS = torch.tensor([30, 5, 12, 40, 7, 7, 25, 60, 3, 18])
 EVERYTHING = list(range(len(LENGTHS)))

@@ -4,12 +4,12 @@ import json
 
 import torch
 
-from data.bench import bench, table
-from data.cache import FeatureCache
+from data.cache.reader import FeatureCache
 from data.config import TargetConfig
-from data.plain_dump import plain_dump, read_plain
-from data.plan import read_plan, read_tokens
-from data.target import load_target
+from data.dump.bench import bench, table
+from data.dump.plain import plain_dump, read_plain
+from data.dump.plan import read_plan, read_tokens
+from data.target.model import load_target
 from tests.kill_dump import small_dump
 
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import torch
 
 from data.batches import pack
-from data.cache import FeatureCache
+from data.cache.reader import FeatureCache
 from data.config import TargetConfig
-from data.target import load_config, read_target_head
+from data.target.model import load_config, read_target_head
 from tests.training import small_run
 from train.acceptance import chain_acceptance, prepare_batch
-from train.bench import bench
+from train.bench.plain import plain_estimate
+from train.bench.run import bench
 from train.head import DraftHead, draft_config
-from train.plain import plain_estimate
 
 
 def test_the_papers_estimate_counts_what_ours_does(cache_path, target_path):

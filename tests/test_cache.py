@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from data.cache import FeatureCache, supervised_counts, supervised_pairs
+from data.cache.reader import FeatureCache, supervised_counts, supervised_pairs
+from data.chats.conversations import Counts, read_conversations
+from data.chats.rendering import render
 from data.config import DatasetConfig, DumpConfig, TargetConfig
-from data.conversations import Counts, read_conversations
-from data.dump import dump
-from data.rendering import render
-from data.target import load_target
+from data.dump.run import dump
+from data.target.model import load_target
 
 
 @pytest.fixture(scope="module")

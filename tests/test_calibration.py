@@ -14,20 +14,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data import calibration
 from data.batches import add_noise, pack
-from data.cache import FeatureCache
-from data.calibration import calibration_sequences
+from data.cache import calibration
+from data.cache.calibration import calibration_sequences
+from data.cache.quantise import dequantise, quantise
+from data.cache.reader import FeatureCache
 from data.config import DatasetConfig, DumpConfig, TargetConfig
-from data.dump import dump
-from data.plan import read_plan
-from data.quantise import dequantise, quantise
-from data.target import load_target
+from data.dump.plan import read_plan
+from data.dump.run import dump
+from data.target.model import load_target
 from tests.kill_dump import contents, small_dump
 from tests.tiny import save_tiny_chats, save_tiny_target, tiny_chats, tiny_llama_config
 from tests.training import losses, weights
 from train.config import HeadConfig, HeldoutConfig, TrainConfig
-from train.loop import fit
+from train.fit.loop import fit
 
 # Kills dumps just before their k-th rename, for each k given, and lets two processes go on.
 KILLER = """

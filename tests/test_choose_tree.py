@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from tests.evaluations import evaluation
-from train.choose_tree import requested, tree_table
-from train.evaluate import evaluate
-from train.report_text import table
-from train.speed_model import CLEARLY
+from train.measure.choose_tree import requested, tree_table
+from train.measure.evaluate import evaluate
+from train.measure.report_text import table
+from train.measure.speed_model import CLEARLY
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_trees_answer_as_plain_decoding_does(config, tmp_path, tree):
 
 def test_auto_takes_the_tree_that_its_table_marks_and_keeps_it(config, tmp_path, caplog):
     auto = replace(config, tree="auto", tree_prompts=3, out=str(tmp_path))
-    with caplog.at_level("INFO", logger="train.choose_tree"):
+    with caplog.at_level("INFO", logger="train.measure.choose_tree"):
         report = evaluate(auto)
     marked = [line for line in caplog.messages if "*" in line and "depth" not in line]
     assert any("the fastest" in line for line in marked)

@@ -13,7 +13,7 @@ from data.files import write_json
 from tests.training import ROOT, rows, small_run
 from train.compare import compare, find_runs, read_run
 from train.config import CompareConfig, LossConfig
-from train.loop import fit
+from train.fit.loop import fit
 
 
 @pytest.fixture(scope="module")

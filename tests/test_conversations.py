@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from data.chats.conversations import Conversation, Counts, read_conversations
+from data.chats.split import stem
 from data.config import DatasetConfig
-from data.conversations import Conversation, Counts, read_conversations
-from data.split import stem
 
 GOOD = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]
 
@@ -225,7 +225,7 @@ def test_layout_is_seen_from_the_content(tmp_path, layout, name, encoding):
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64])
 def test_chunks_change_nothing(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr("data.records.CHUNK", chunk)
+    monkeypatch.setattr("data.chats.records.CHUNK", chunk)
     chats = [record(turns(("human", f"é🙂\\ {i}"), ("gpt", '"\n' * i + "x"))) for i in range(9)]
     chats = [{"score": -1.25e-7, "kept": [True, None, 12]} | chat for chat in chats]
     conversations, _ = read(tmp_path / "a.json", json.dumps(chats, indent=1))

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data.cache import FeatureCache
+from data.cache.reader import FeatureCache
+from data.cache.shards import cut_batches
 from data.config import DatasetConfig, TargetConfig
-from data.dump import dump
-from data.plan import cut_shards, readable_size
-from data.shards import cut_batches
+from data.dump.plan import cut_shards, readable_size
+from data.dump.run import dump
 from tests.kill_dump import contents, small_dump
 from tests.tiny import save_tiny_target, tiny_chats, tiny_llama_config
 

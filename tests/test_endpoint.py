@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from data.config import DatasetConfig, RegenerateConfig, TargetConfig
-from data.endpoint import APART, OTHER_PROMPT, TOO_LONG
-from data.origin import origin_path
-from data.regenerate import regenerate
-from data.replies import LONG, NOT_REPRODUCED
-from data.target import load_target
+from data.replies.endpoint import APART, OTHER_PROMPT, TOO_LONG
+from data.replies.origin import origin_path
+from data.replies.regenerate import regenerate
+from data.replies.rules import LONG, NOT_REPRODUCED
+from data.target.model import load_target
 from tests.server import Behaviour, serving
 from tests.talkative import save_talkative_target
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer

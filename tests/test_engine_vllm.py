@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from data.chats.prompts import prompt_ids
 from data.config import TargetConfig
-from data.prompts import prompt_ids
-from data.target import load_target
+from data.target.model import load_target
 from tests.runs import save_tiny_run
 from tests.tiny import save_tiny_target, tiny_llama_config
 from train.config import CheckConfig, ExportConfig

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.chats.prompts import prompt_ids
 from data.config import TargetConfig
-from data.prompts import prompt_ids
-from data.target import Target, load_target
+from data.target.model import Target, load_target
 from tests.evaluations import NEW, RECORDS, evaluation, ids_of
 from tests.heads import export_tiny, random_head
 from tests.tiny import save_tiny_target, tiny_llama_config
 from train.config import EvaluateConfig
 from train.decode import Drafting, plain_generate, speculative_generate, stop_ids_of
-from train.evaluate import evaluate
-from train.report_text import table
+from train.measure.evaluate import evaluate
+from train.measure.report_text import table
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_answers_of_one_token_have_no_rates(config, tmp_path):
 def test_another_target_is_a_warning_that_names_the_field(config, tmp_path, caplog):
     other = save_tiny_target(tmp_path / "other", seed=1)
     changes = {"target": TargetConfig(path=str(other), device="cpu"), "limit": 1}
-    with caplog.at_level(logging.WARNING, logger="train.evaluate"):
+    with caplog.at_level(logging.WARNING, logger="train.measure.evaluate"):
         report = again(config, tmp_path / "out", **changes)
     assert len(caplog.messages) == 1 and "trained for: weights: " in caplog.messages[0]
     assert "WARNING   other target: weights: " in table(report)

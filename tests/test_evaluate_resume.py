@@ -10,7 +10,7 @@ from data.lock import locked
 from tests.evaluations import evaluation
 from tests.heads import export_tiny
 from train.config import EvaluateConfig
-from train.evaluate import evaluate
+from train.measure.evaluate import evaluate
 
 ROOT = Path(__file__).parent.parent
 

@@ -1,7 +1,7 @@
 import pytest
 
-from train.confidence import calibration, tried_nodes
-from train.evaluate_summary import acceptance, shares, summaries
+from train.measure.confidence import calibration, tried_nodes
+from train.measure.summary import acceptance, shares, summaries
 
 
 def answer(accepted: list[int], *, prompt="a", set_name="chat", tokens=10, **more) -> dict:

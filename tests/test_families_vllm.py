@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from data.families import FAMILIES
 from data.files import write_json
-from data.vllm_environment import vllm_environment
+from data.target.families import FAMILIES
+from data.target.vllm_environment import vllm_environment
 from tests.runs import save_tiny_run
 from tests.targets import load, randomise_norms
 from tests.test_target_vllm import engine_config, needs_vllm

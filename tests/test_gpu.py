@@ -7,12 +7,12 @@ import torch
 from torch.testing import assert_close
 
 from data.config import TargetConfig
-from data.target import TargetHead, check_output_head, load_target
+from data.target.model import TargetHead, check_output_head, load_target
 from tests.tiny import save_tiny_target, tiny_llama_config
 from tests.training import losses
 from train.config import HeldoutConfig, TrainConfig
-from train.loop import fit
-from train.loss import distillation_loss
+from train.fit.loop import fit
+from train.fit.loss import distillation_loss
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from data.chats.conversations import Conversation, Counts, read_conversations
+from data.chats.rendering import TokenSequence, render_all
+from data.chats.split import with_suffix
 from data.config import DatasetConfig
-from data.conversations import Conversation, Counts, read_conversations
-from data.rendering import TokenSequence, render_all
-from data.split import with_suffix
 from tests.oracle import ORACLES, REWRITING, Pieces
 from tests.templates import (
     BOS,

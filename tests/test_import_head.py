@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from data.config import TargetConfig
-from data.fingerprint import fingerprint
-from data.target import read_target_head
+from data.target.fingerprint import fingerprint
+from data.target.model import read_target_head
 from tests.runs import save_tiny_run
-from train.checkpoints import find_checkpoint
 from train.config import ExportConfig, HeadConfig, HeldoutConfig, TrainConfig
+from train.fit.checkpoints import find_checkpoint
+from train.fit.loop import fit
 from train.head import DraftHead, draft_config
-from train.loop import fit
 from train.serve.export import export
 from train.serve.import_head import read_head
 

@@ -6,11 +6,11 @@ from torch.testing import assert_close
 
 from data.batches import pack
 from data.config import TargetConfig
-from data.target import load_config, read_target_head
-from train import initialise
+from data.target.model import load_config, read_target_head
 from train.config import INPUTS
+from train.fit import initialise
+from train.fit.initialise import RIDGE, regression_init
 from train.head import DraftHead, draft_config
-from train.initialise import RIDGE, regression_init
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.tiny import tiny_llama_config
-from train.checkpoints import find_checkpoint, load_head
 from train.config import ExportConfig, HeadConfig, HeldoutConfig, TrainConfig
+from train.fit.checkpoints import find_checkpoint, load_head
+from train.fit.loop import fit
 from train.head import DraftHead, draft_config
-from train.loop import fit
 from train.serve.export import export
 
 

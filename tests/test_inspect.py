@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data.cache import FeatureCache
+from data.cache.inspect import inspect, report, text
+from data.cache.reader import FeatureCache
 from data.config import InspectConfig, TargetConfig
-from data.dump import dump
+from data.dump.run import dump
 from data.files import json_bytes, read_json, sha256
-from data.inspect import inspect, report, text
 from tests.kill_dump import contents, small_dump
 from tests.tiny import save_tiny_target, tiny_llama_config
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from data.cache import FeatureCache
+from data.cache.reader import FeatureCache
 from tests.training import (
     assert_same_run,
     command,
@@ -24,7 +24,7 @@ from tests.training import (
     weights,
 )
 from train.config import ExportConfig, TrainConfig
-from train.loop import fit
+from train.fit.loop import fit
 from train.serve.export import export
 
 
@@ -133,7 +133,7 @@ TRY_LAUNCHES = """
 import json, os, sys
 from accelerate.state import AcceleratorState
 from train.config import TrainConfig
-from train.launch import start_accelerator
+from train.fit.launch import start_accelerator
 for name, variables in json.loads(sys.argv[1]).items():
     os.environ |= variables
     try:

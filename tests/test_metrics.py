@@ -14,7 +14,7 @@ import torch
 from tests.training import ENVIRONMENT, ROOT, forget_last, launch, rows, run, small_run
 from tests.training import command as training_command
 from train.config import TrainConfig
-from train.loop import fit
+from train.fit.loop import fit
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_no_tracker_is_loaded_unless_it_is_asked_for(config):
     code = (
         "import sys\n"
         "from train.config import HeldoutConfig, TrainConfig\n"
-        "from train.loop import fit\n"
+        "from train.fit.loop import fit\n"
         f"fit({config!r})\n"
         "assert not {'wandb', 'tensorboard', 'tensorboardX'} & set(sys.modules)\n"
     )

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from data.cache import FeatureCache
+from data.cache.reader import FeatureCache
 from data.config import DatasetConfig, DumpConfig, RegenerateConfig, TargetConfig
-from data.dump import dump
-from data.origin import describe_replies, origin_path, replies_of
-from data.regenerate import regenerate
+from data.dump.run import dump
+from data.replies.origin import describe_replies, origin_path, replies_of
+from data.replies.regenerate import regenerate
 from tests.talkative import save_talkative_target
 from train.config import ExportConfig, HeldoutConfig, TrainConfig
-from train.loop import fit
+from train.fit.loop import fit
 from train.serve.export import export
 
 

@@ -13,7 +13,7 @@ from data.config import TargetConfig
 from tests.runs import save_tiny_run
 from tests.tiny import save_tiny_target
 from train.config import CheckConfig, EvaluateConfig, ExportConfig
-from train.evaluate import evaluate
+from train.measure.evaluate import evaluate
 from train.serve.export import export
 from train.serve.inspect_head import inspect_head
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from data.chats.conversations import Conversation, Turn
+from data.chats.plausible import check_plausible, implausible
+from data.chats.rendering import render
+from data.chats.statistics import measure, summary, table
+from data.chats.template import control_tokens
 from data.config import DatasetConfig, DumpConfig, TargetConfig
-from data.conversations import Conversation, Turn
-from data.dump import dump
-from data.plan import read_plan
-from data.plausible import check_plausible, implausible
-from data.rendering import render
-from data.statistics import measure, summary, table
-from data.template import control_tokens
+from data.dump.plan import read_plan
+from data.dump.run import dump
 from tests.kill_dump import small_dump
 from tests.sequences import END, Sequence, figures, tokens_of
 from tests.templates import OTHER_END_IN_HISTORY, TEMPLATES, THINKING, byte_level, metaspace

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from data.chats.preview import preview, wants_color
+from data.chats.statistics import measure, percent, pieces, table
+from data.chats.template import control_tokens
+from data.chats.tokens import tokenise
 from data.config import DatasetConfig, DumpConfig, PreviewConfig, TargetConfig
-from data.preview import preview, wants_color
-from data.statistics import measure, percent, pieces, table
-from data.template import control_tokens
-from data.tokens import tokenise
 from tests.pages import Page
 from tests.templates import THINKING
 from tests.tiny import save_tiny_chats, tiny_chats, tiny_tokenizer

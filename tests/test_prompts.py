@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from data.chats.prompts import Prompt, heldout_prompts, prompt_ids, read_prompt_sets, read_prompts
+from data.chats.split import is_heldout
 from data.config import DatasetConfig, HeldoutPromptsConfig
-from data.prompts import Prompt, heldout_prompts, prompt_ids, read_prompt_sets, read_prompts
-from data.split import is_heldout
 from tests.templates import TEMPLATES, byte_level
 from tests.tiny import save_tiny_chats, tiny_chats
 

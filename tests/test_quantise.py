@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from data import calibration
-from data.calibration import storage_costs
-from data.quantise import Cost, channel_scales, dequantise, quantise
-from data.target import TargetHead
+from data.cache import calibration
+from data.cache.calibration import storage_costs
+from data.cache.quantise import Cost, channel_scales, dequantise, quantise
+from data.target.model import TargetHead
 
 
 def loud_features(count: int = 300, *, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -3,7 +3,7 @@ import torch
 
 from tests.heads import random_prompts, trained_head
 from train.decode import plain_generate
-from train.ranks import UNKNOWN, Ranks, measure_ranks
+from train.measure.ranks import UNKNOWN, Ranks, measure_ranks
 
 NEW = 16
 

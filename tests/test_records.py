@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from data.chats.conversations import Counts, read_conversations
+from data.chats.records import read_records
 from data.config import DatasetConfig
-from data.conversations import Counts, read_conversations
-from data.records import read_records
 from tests.tiny import tiny_chats
 
 ROOT = Path(__file__).parent.parent
@@ -202,7 +202,7 @@ READ = """
 import re, resource, sys
 from pathlib import Path
 from data.config import DatasetConfig
-from data.conversations import Counts, read_conversations
+from data.chats.conversations import Counts, read_conversations
 
 def peak():
     status = Path("/proc/self/status")

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.chats.conversations import Counts, read_conversations
+from data.chats.prompts import prompt_ids
+from data.chats.rendering import render_all
 from data.config import DatasetConfig, RegenerateConfig, TargetConfig
-from data.conversations import Counts, read_conversations
-from data.generation import answer_here
-from data.origin import origin_path
-from data.prompts import prompt_ids
-from data.regenerate import regenerate
-from data.rendering import render_all
-from data.replies import LONG, NO_ROOM, Chat, Reply, replies_in
-from data.reply_log import ReplyLog
-from data.target import load_target, load_tokenizer
+from data.replies.generation import answer_here
+from data.replies.log import ReplyLog
+from data.replies.origin import origin_path
+from data.replies.regenerate import regenerate
+from data.replies.rules import LONG, NO_ROOM, Chat, Reply, replies_in
+from data.target.model import load_target, load_tokenizer
 from tests.talkative import save_talkative_target
 from tests.tiny import save_tiny_chats
 
@@ -369,10 +369,10 @@ def test_a_target_that_does_not_stop_where_its_template_does_is_refused(make_con
 
 
 def test_more_chats_than_the_pool_holds_are_answered(make_config, tmp_path, monkeypatch):
-    import data.generation
+    import data.replies.generation
 
     chats = save_tiny_chats(tmp_path / "chats.json", 24)
     whole = regenerate(make_config(tmp_path / "a.jsonl", dataset=DatasetConfig(path=str(chats))))
-    monkeypatch.setattr(data.generation, "POOL", 5)
+    monkeypatch.setattr(data.replies.generation, "POOL", 5)
     small = regenerate(make_config(tmp_path / "b.jsonl", dataset=DatasetConfig(path=str(chats))))
     assert small.read_bytes() == whole.read_bytes()

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from data.conversations import Conversation, Counts, Turn
-from data.prompts import prompt_ids
-from data.rendering import TokenSequence, render, render_all
-from data.split import stem
+from data.chats.conversations import Conversation, Counts, Turn
+from data.chats.prompts import prompt_ids
+from data.chats.rendering import TokenSequence, render, render_all
+from data.chats.split import stem
 from tests.templates import (
     CHATML,
     END,
@@ -216,7 +216,7 @@ def test_reading_only_the_first_turns_of_long_chats_changes_nothing(monkeypatch,
     tokenizer = byte_level(CHATML, merges=True)
     chats = [chat(*["the cat sits on the mat " * (i + 1)] * 10) for i in range(6)]
     expected = [s for c in chats for s in render(tokenizer, c, max_length=200)]
-    monkeypatch.setattr("data.rendering.CHARS_PER_TOKEN", chars_per_token)
+    monkeypatch.setattr("data.chats.rendering.CHARS_PER_TOKEN", chars_per_token)
     counts = Counts()
     assert list(render_all(tokenizer, chats, max_length=200, counts=counts)) == expected
     assert counts.mended == {"cut to max_length": 4}  # two are short

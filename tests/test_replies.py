@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from data.chats.conversations import Conversation, Counts, Turn, read_conversations
+from data.chats.rendering import render
 from data.config import DatasetConfig
-from data.conversations import Conversation, Counts, Turn, read_conversations
-from data.rendering import render
-from data.replies import (
+from data.replies.rules import (
     BLANK,
     LONG,
     NO_ROOM,

@@ -7,12 +7,12 @@ import pytest
 
 from tests.evaluations import evaluation
 from tests.pages import Page
-from train.evaluate import evaluate
-from train.evaluate_answers import first_difference
-from train.report import write_report
-from train.report_page import page
-from train.report_text import pays_text, table
-from train.report_trees import tree_svg
+from train.measure.answers import first_difference
+from train.measure.evaluate import evaluate
+from train.measure.report import write_report
+from train.measure.report_page import page
+from train.measure.report_text import pays_text, table
+from train.measure.report_trees import tree_svg
 
 TREE = {
     "parents": [-1, 0, 0, 1, 1, 3],

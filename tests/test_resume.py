@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from data.config import DatasetConfig, DumpConfig, TargetConfig
-from data.dump import dump
+from data.dump.run import dump
 from tests.kill_train import short_run
 from tests.tiny import save_tiny_chats, save_tiny_target
 from tests.training import (
@@ -32,9 +32,9 @@ from tests.training import (
     start,
     weights,
 )
-from train.checkpoints import find_checkpoint, load_head
 from train.config import HeadConfig, HeldoutConfig, TrainConfig
-from train.loop import fit
+from train.fit.checkpoints import find_checkpoint, load_head
+from train.fit.loop import fit
 
 TIMES = ("seconds", "data_wait", "elapsed")  # what no two runs share
 

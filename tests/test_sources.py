@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data.chats.conversations import Conversation, Counts, read_conversations
+from data.chats.sources import source_digest
 from data.config import DatasetConfig
-from data.conversations import Conversation, Counts, read_conversations
-from data.plan import dataset_settings, settings_differences
-from data.sources import source_digest
+from data.dump.plan import dataset_settings, settings_differences
 from tests.hub import COMMIT, serve_data_set
 
 ROOT = Path(__file__).parent.parent
@@ -244,8 +244,8 @@ def on_the_hub(endpoint: str, home: Path, code: str) -> str:
 HUB = """
 import json
 from data.config import DatasetConfig
-from data.conversations import Counts, read_conversations
-from data.sources import source_digest
+from data.chats.conversations import Counts, read_conversations
+from data.chats.sources import source_digest
 
 def found(**config):
     config = DatasetConfig(**config)

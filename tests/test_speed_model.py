@@ -2,8 +2,8 @@ import itertools
 
 import pytest
 
-from train.costs import Costs, falling, interpolated, measure_costs
-from train.speed_model import (
+from train.measure.costs import Costs, falling, interpolated, measure_costs
+from train.measure.speed_model import (
     Plan,
     by_batch_size,
     candidates,

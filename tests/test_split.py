@@ -5,14 +5,14 @@ from itertools import product
 
 import pytest
 
-from data.cache import FeatureCache
+from data.cache.reader import FeatureCache
+from data.chats.split import is_heldout, stem, with_suffix
 from data.config import DatasetConfig, DumpConfig, TargetConfig
-from data.dump import dump
-from data.split import is_heldout, stem, with_suffix
+from data.dump.run import dump
 from tests.tiny import tiny_chats
 from train.config import HeldoutConfig, TrainConfig
-from train.loop import fit
-from train.plan import chats_of, split_cache
+from train.fit.loop import fit
+from train.fit.plan import chats_of, split_cache
 
 IDS = [f"chat{i}_{part}" for i in range(2000) for part in (0, 7)]
 

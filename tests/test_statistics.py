@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from data.cache import supervised_pairs
-from data.plan import read_plan, read_tokens
-from data.statistics import PIECE, measure, pieces, reply_spans, summary, table
-from data.template import control_tokens
-from data.tokens import Tokens
+from data.cache.reader import supervised_pairs
+from data.chats.statistics import PIECE, measure, pieces, reply_spans, summary, table
+from data.chats.template import control_tokens
+from data.chats.tokens import Tokens
+from data.dump.plan import read_plan, read_tokens
 from tests.sequences import END, Sequence, figures, tokens_of
 from tests.tiny import tiny_tokenizer
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from data.conversations import Conversation, Turn
-from data.rendering import render
-from data.stretches import Stretch, as_html, as_text, shorten, stretches
-from data.template import control_tokens
+from data.chats.conversations import Conversation, Turn
+from data.chats.rendering import render
+from data.chats.stretches import Stretch, as_html, as_text, shorten, stretches
+from data.chats.template import control_tokens
 from tests.pages import Page
 from tests.templates import CHATML, END, EOS, MARKERS, TEMPLATES, THINKING, byte_level, metaspace
 

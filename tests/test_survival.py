@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from data.config import DumpConfig
-from data.dump import dump
+from data.dump.run import dump
 from tests.full_disk import NOT_PERMITTED, limit_files
 from tests.kill_dump import contents, small_dump
 from tests.tiny import save_tiny_chats

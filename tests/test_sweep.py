@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.training import assert_same_run, command, launch, run, small_run
-from train.checkpoints import find_checkpoint, load_head
 from train.config import TrainConfig
-from train.loop import fit
+from train.fit.checkpoints import find_checkpoint, load_head
+from train.fit.loop import fit
 
 
 @pytest.fixture

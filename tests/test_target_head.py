@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from data.cache import FeatureCache
+from data.cache.reader import FeatureCache
 from data.config import DatasetConfig, DumpConfig, TargetConfig
-from data.dump import dump
-from data.target import check_output_head, fingerprint_differences
+from data.dump.run import dump
+from data.target.model import check_output_head, fingerprint_differences
 from tests.gguf_files import save_gguf
 from tests.targets import assert_same_head, load, read
 from tests.tiny import save_tiny_target, tiny_llama_config, tiny_tokenizer

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from transformers import PretrainedConfig
 
 from data.config import DatasetConfig, DumpConfig, TargetConfig
-from data.dump import dump
+from data.dump.run import dump
 from tests.targets import family_config, load, randomise_norms
 from tests.tiny import save_tiny_chats, save_tiny_target
 

@@ -4,14 +4,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.cache import FeatureCache
+from data.cache.reader import FeatureCache
 from data.config import TargetConfig
 from tests.runs import save_tiny_run
 from tests.tiny import save_tiny_target, tiny_llama_config
 from tests.training import small_run
 from train.config import HeldoutConfig, TokenMapConfig, TrainConfig
-from train.loop import fit
-from train.plan import split_cache
+from train.fit.loop import fit
+from train.fit.plan import split_cache
 from train.token_map import build_token_map, check_size, most_frequent, reply_ends, share
 
 EOS = 2  # <|im_end|>

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.chats.conversations import Counts, read_conversations
+from data.chats.rendering import render_all
+from data.chats.tokens import load_tokens, save_tokens, tokenise
 from data.config import DatasetConfig, DumpConfig, TargetConfig
-from data.conversations import Counts, read_conversations
-from data.rendering import render_all
-from data.tokens import load_tokens, save_tokens, tokenise
 from tests.tiny import save_tiny_chats, tiny_tokenizer
 
 GOOD = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi"}]

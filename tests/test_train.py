@@ -11,17 +11,17 @@ from torch.testing import assert_close
 
 from data.batches import add_noise, pack
 from data.config import TargetConfig
-from data.target import load_config, read_target_head
+from data.target.model import load_config, read_target_head
 from tests.training import assert_same_run, losses, small_run
-from train.checkpoints import find_checkpoint, load_head
+from train.bench.plain import plain_loss
 from train.config import HeadConfig, HeldoutConfig, LossConfig, TrainConfig
+from train.fit.checkpoints import find_checkpoint, load_head
+from train.fit.loop import fit
+from train.fit.loss import distillation_loss
+from train.fit.plan import learning_rate
+from train.fit.step import NotFiniteError
+from train.fit.vocabulary import reply_token_counts
 from train.head import DraftHead, draft_config
-from train.loop import fit
-from train.loss import distillation_loss
-from train.plain import plain_loss
-from train.plan import learning_rate
-from train.step import NotFiniteError
-from train.vocabulary import reply_token_counts
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_start_by_regression_predicts_before_any_training(config, cache, tmp_p
 
 @pytest.mark.parametrize("sequences", [[0], [3, 0, 5, 9]])
 def test_packed_training_equals_padded_training_in_loss_and_gradient(cache, target_path, sequences):
-    """train/plain.py pads, masks and holds all logits; the sum and its gradient are the same."""
+    """train/bench/plain.py pads, masks and holds all logits; sum and gradient are the same."""
     target = TargetConfig(path=str(target_path))
     target_head = read_target_head(target).double()
     torch.manual_seed(0)

@@ -11,9 +11,9 @@ from torch.testing import assert_close
 
 from tests.tiny import tiny_llama_config
 from train.config import HeldoutConfig, TrainConfig
+from train.fit.loop import fit
+from train.fit.unroll import chain_rows
 from train.head import DraftHead, draft_config
-from train.loop import fit
-from train.unroll import chain_rows
 
 H = 32
 LENGTHS = [9, 1, 6]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from data.batches import PackedBatch
-from data.split import stem
-from data.target import TargetHead
+from data.chats.split import stem
+from data.target.model import TargetHead
+from train.fit.unroll import chain_attention, chain_rows, document_of
 from train.head import DraftHead, packed_attention
-from train.unroll import chain_attention, chain_rows, document_of
 
 LOGIT_ELEMENTS = 2**25  # of one output head product: 128 MB in float32
 # Sampling is looked at in every 8th place: it needs the target's whole distribution anew, and in

@@ -7,11 +7,10 @@ from typing import TextIO
 
 import torch
 
-from data.preview import wants_color
-from data.prompts import prompt_ids
-from data.stretches import printable
-from data.target import Target, load_target
-from train.choose_tree import requested
+from data.chats.preview import wants_color
+from data.chats.prompts import prompt_ids
+from data.chats.stretches import printable
+from data.target.model import Target, load_target
 from train.config import ChatConfig
 from train.decode import (
     Drafting,
@@ -22,6 +21,7 @@ from train.decode import (
     stop_ids_of,
 )
 from train.head import DraftHead
+from train.measure.choose_tree import requested
 from train.serve.import_head import load_head_folder
 
 ACCEPTED, QUIET, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"

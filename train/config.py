@@ -179,7 +179,7 @@ class DecodeConfig:
     """How prompts are answered when a head is measured."""
 
     # A file, a folder of such files, a list of these, or {name: file}; the forms that are known
-    # are in data/prompt_sets.py.
+    # are in data/chats/prompt_sets.py.
     prompts: Any = MISSING
     limit: int | None = None  # use only the first N prompts of each set
     max_new_tokens: int = 128  # tokens of one answer

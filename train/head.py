@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from train.unroll import chain_attention
+from train.fit.unroll import chain_attention
 
 SERVED_INPUTS = "feature_token"  # the one kind of fc that engines build
 
@@ -145,7 +145,7 @@ class DraftHead(nn.Module):
         features:   [T, H]  f_j
         lengths:    pairs of each document, summing to T; none attends to another. An empty batch
                     is one document of no pairs: a process without data still takes part
-        starts:     [M]     ascending pairs that chains of `num_steps` start from (train/unroll.py)
+        starts:     [M]     ascending pairs that chains of `num_steps` start from (see unroll.py)
         returns     [T, H]  f̂_{j+1}; with starts [num_steps, M, H], f̂_{s+1} ... f̂_{s+num_steps}
         """
         positions = torch.cat([torch.arange(n, device=features.device) for n in lengths])

@@ -16,18 +16,24 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from data.cache import FeatureCache
-from data.checkpoint_files import locate
+from data.cache.reader import FeatureCache
 from data.config import TargetConfig, or_known
 from data.files import atomic_write, write_json, writing
-from data.replies import end_token
-from data.target import TargetHead, load_config, load_tokenizer, read_target_head, target_device
+from data.replies.rules import end_token
+from data.target.checkpoint_files import locate
+from data.target.model import (
+    TargetHead,
+    load_config,
+    load_tokenizer,
+    read_target_head,
+    target_device,
+)
 from train.acceptance import HeldoutEstimate, chain_acceptance
 from train.config import TokenMapConfig
-from train.plan import split_cache
+from train.fit.plan import split_cache
+from train.fit.setup import heldout_in, refuse_another_target
+from train.fit.vocabulary import reply_token_counts
 from train.serve.import_head import load_head_folder
-from train.setup import heldout_in, refuse_another_target
-from train.vocabulary import reply_token_counts
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from data.config import TargetConfig
-from data.target import Target, load_target
+from data.target.model import Target, load_target
 from train.serve.check_prompts import PromptSet
 from train.serve.check_report import NEAR_TIE, first_difference
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from data.checkpoint_files import locate
 from data.config import TargetConfig
-from data.families import load_config, target_dtype
 from data.files import read_json, write_json
 from data.lock import locked
+from data.target.checkpoint_files import locate
+from data.target.families import load_config, target_dtype
 from train.decode import Drafting
 from train.head import DraftHead, draft_config
 

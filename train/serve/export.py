@@ -13,14 +13,14 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from data.config import TargetConfig, or_known
 from data.files import atomic_folder, read_json, sha256, write_json
-from data.target import (
+from data.target.model import (
     fingerprint,
     fingerprint_differences,
     load_config,
     read_target_head,
 )
-from train.checkpoints import find_checkpoint, load_head
 from train.config import ExportConfig
+from train.fit.checkpoints import find_checkpoint, load_head
 from train.head import SERVED_INPUTS, DraftHead
 from train.serve.engine_config import (
     ENGINE_NAMES,

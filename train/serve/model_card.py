@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import atomic_write, read_json
-from data.origin import describe_replies
+from data.replies.origin import describe_replies
 from train.serve.engine_config import ENGINE_NAMES, WEIGHTS
 from train.serve.folder import RECORD
 

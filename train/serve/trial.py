@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 
-from data.prompts import prompt_ids
-from data.target import Target
+from data.chats.prompts import prompt_ids
+from data.target.model import Target
 from train.decode import plain_generate
 from train.head import DraftHead
 from train.serve.case import Hit

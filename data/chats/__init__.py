@@ -1,0 +1,1 @@
+"""Chats: read, mended, split, rendered to tokens and a mask, looked at."""

@@ -1,0 +1,1 @@
+"""From chats and a target to a feature cache."""

@@ -1,0 +1,1 @@
+"""The target's own replies to the chats' questions."""

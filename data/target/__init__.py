@@ -1,0 +1,1 @@
+"""The frozen model: loaded, fingerprinted, its output head read, its features computed."""

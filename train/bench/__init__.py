@@ -1,0 +1,1 @@
+"""The training step beside the papers', which lies here too."""
