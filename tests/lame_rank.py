@@ -13,7 +13,7 @@ from pathlib import Path
 from data.batches import PackedBatch
 from data.processes import leave_launch
 from tests.training import small_run
-from train import launch, loop
+from train.fit import launch, loop
 from train.fit.plan import Step
 from train.fit.setup import Run
 
