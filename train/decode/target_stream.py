@@ -39,8 +39,6 @@ class TargetStream:
         counts: [B]        real tokens of each sequence, padding behind them; None: all
         returns [B, T, H]  features; those of padding mean nothing
         """
-        if tokens.dim() == 1:
-            return self.append(tokens[None])[0]
         batch_size, width = tokens.shape
         if batch_size == 1:  # the model's own causal mask is the right one
             features = self._forward(tokens)

@@ -17,7 +17,7 @@ from train.head import DraftHead
 from train.serve.check_differences import differences, explain
 from train.serve.check_parity import parity
 from train.serve.check_prompts import PromptSet, max_model_len, read_sets, steps_of
-from train.serve.check_report import NEAR_TIE, compare_set, passed, show
+from train.serve.check_report import compare_set, passed, show
 from train.serve.engine_config import dtype_name
 from train.serve.engine_vllm import Request, require_vllm, run_vllm
 from train.serve.folder import HeadFolder, head_folder, read_folder
@@ -219,8 +219,8 @@ def _compare(
         report["server"], more = ask_server(asked, sets, ours.tokens[last], out)
         found += more
     if found:
-        explain(found, sets, config.target, dtype_name(ours.dtype))
-    return report | {"differences": found, "near_tie_below": NEAR_TIE[dtype_name(ours.dtype)]}
+        explain(found, sets, config.target)
+    return report | {"differences": found}
 
 
 def _with(request: Request, changes: dict[str, Any]) -> Request:

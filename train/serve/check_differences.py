@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from data.config import TargetConfig
-from data.target.model import Target, load_target
+from data.target.model import load_target
+from train.decode import recheck
 from train.serve.check_prompts import PromptSet
-from train.serve.check_report import NEAR_TIE, first_difference
+from train.serve.check_report import first_difference
 
 
 def differences(
@@ -42,26 +41,20 @@ def differences(
     return found
 
 
-def explain(
-    found: list[dict[str, Any]], sets: Sequence[PromptSet], config: TargetConfig, dtype: str
-) -> None:
+def explain(found: list[dict[str, Any]], sets: Sequence[PromptSet], config: TargetConfig) -> None:
     """Add what the target itself thinks of the two tokens: a near-tie is no fault of the head."""
     target = load_target(config)
+    is_quantised = target.fingerprint["quantization"] != "none"
     tokens = {
         (one.name, prompt.id): ids
         for one in sets
         for prompt, ids in zip(one.prompts, one.tokens, strict=True)
     }
     for difference in found:
-        prefix = tokens[difference["set"], difference["prompt"]] + difference.pop("common")
+        prompt = tokens[difference["set"], difference["prompt"]]
+        common = difference.pop("common")
         first, second = difference["engine_with_head"], difference["other"]
-        if first is None or second is None:
-            continue  # one answer ended early: nothing to compare
-        gap = _logit_gap(target, prefix, first, second)
-        difference |= {"logit_gap": gap, "near_tie": gap <= NEAR_TIE[dtype]}
-
-
-def _logit_gap(target: Target, prefix: list[int], first: int, second: int) -> float:
-    input_ids = torch.tensor([prefix], device=target.device)
-    logits = target.head.logits(target.features(input_ids)[0, -1])  # [V]
-    return float((logits[first] - logits[second]).abs())
+        if first is None or second is None or is_quantised:
+            continue  # one answer ended early, or the arithmetic cannot be done again in float64
+        seen = recheck(target, prompt, common, first, second)
+        difference |= {"logit_gap": seen.logit_gap, "near_tie": seen.near_tie}

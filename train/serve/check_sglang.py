@@ -130,7 +130,7 @@ def _decode(config: CheckConfig, path: Path, out: Path) -> dict[str, Any]:
     dtype = dtype_name(target.dtype)
     if found:
         del target
-        explain(found, sets, config.target, dtype)
+        explain(found, sets, config.target)
     _show_outputs(found)
     return {"checks": checks, "differences": found, "dtype": dtype}
 
