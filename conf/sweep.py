@@ -14,6 +14,6 @@ class ShowTable(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         if os.environ.get("RANK", "0") == "0":
-            from train.compare import compare
+            from train.comparing.table import compare
 
             print("\n" + compare(CompareConfig(runs=config.out)))

@@ -12,7 +12,7 @@ from train.config import CompareConfig
 def main(cfg: DictConfig) -> None:
     config: CompareConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
 
-    from train.compare import compare
+    from train.comparing.table import compare
 
     print(compare(config))
 

@@ -51,7 +51,7 @@ def run_path(tmp_path_factory, target_path) -> Path:
 def tiny_target_and_head(target_path):
     """The tiny target, loaded, and an untrained head for it."""
     from data.config import TargetConfig
-    from data.target.model import load_target
+    from data.targets.model import load_target
     from tests.heads import random_head
 
     target = load_target(TargetConfig(path=str(target_path), device="cpu"))

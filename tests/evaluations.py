@@ -7,7 +7,7 @@ import torch
 
 from data.chats.prompts import prompt_ids
 from data.config import TargetConfig
-from data.target.model import Target, load_target
+from data.targets.model import Target, load_target
 from tests.heads import export_tiny, trained_head
 from train.config import EvaluateConfig
 

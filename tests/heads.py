@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.files import write_json
-from data.target.model import Target
+from data.targets.model import Target
 from train.config import ExportConfig
 from train.decode import plain_generate
 from train.head import DraftHead, draft_config

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from data.config import TargetConfig
 from data.files import write_json
-from data.target.model import fingerprint
+from data.targets.model import fingerprint
 from tests.tiny import save_tiny_target, tiny_llama_config
 from train.config import ExportConfig
 from train.head import DraftHead, draft_config

@@ -10,7 +10,7 @@ from typing import Any
 
 from data.chats.prompts import prompt_ids
 from data.replies.generation import Request, generate, stop_ids
-from data.target.model import Target
+from data.targets.model import Target
 
 
 @dataclass

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PretrainedConfig
 
 from data.config import TargetConfig
-from data.target.model import Target, TargetHead, load_target, read_target_head
+from data.targets.model import Target, TargetHead, load_target, read_target_head
 
 SIZES = {
     "vocab_size": 259,

@@ -12,7 +12,7 @@ import torch
 
 from data.batches import PackedBatch
 from data.cache.reader import CachedSequence, supervised_pairs
-from data.target.model import TargetHead
+from data.targets.model import TargetHead
 from tests.tiny import tiny_llama_config
 from train import acceptance
 from train.acceptance import (

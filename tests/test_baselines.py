@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from data.config import TargetConfig
-from data.target.model import load_target
+from data.targets.model import load_target
 from tests.heads import random_prompts
 from tests.tiny import save_tiny_target, tiny_llama_config
 from train.config import EvaluateConfig

@@ -9,7 +9,7 @@ from data.config import TargetConfig
 from data.dump.bench import bench, table
 from data.dump.plain import plain_dump, read_plain
 from data.dump.plan import read_plan, read_tokens
-from data.target.model import load_target
+from data.targets.model import load_target
 from tests.kill_dump import small_dump
 
 

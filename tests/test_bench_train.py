@@ -7,7 +7,7 @@ import torch
 from data.batches import pack
 from data.cache.reader import FeatureCache
 from data.config import TargetConfig
-from data.target.model import load_config, read_target_head
+from data.targets.model import load_config, read_target_head
 from tests.training import small_run
 from train.acceptance import chain_acceptance, prepare_batch
 from train.bench.plain import plain_estimate

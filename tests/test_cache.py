@@ -14,7 +14,7 @@ from data.chats.conversations import Counts, read_conversations
 from data.chats.rendering import render
 from data.config import DatasetConfig, DumpConfig, TargetConfig
 from data.dump.run import dump
-from data.target.model import load_target
+from data.targets.model import load_target
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from data.cache.reader import FeatureCache
 from data.config import DatasetConfig, DumpConfig, TargetConfig
 from data.dump.plan import read_plan
 from data.dump.run import dump
-from data.target.model import load_target
+from data.targets.model import load_target
 from tests.kill_dump import contents, small_dump
 from tests.tiny import save_tiny_chats, save_tiny_target, tiny_chats, tiny_llama_config
 from tests.training import losses, weights

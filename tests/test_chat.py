@@ -7,7 +7,7 @@ import torch
 from data.chats.prompts import prompt_ids
 from data.chats.stretches import printable
 from data.config import TargetConfig
-from data.target.model import load_target
+from data.targets.model import load_target
 from tests.evaluations import ids_of
 from train.chat import ACCEPTED, PLAIN, TokenPrinter, chat
 from train.config import ChatConfig

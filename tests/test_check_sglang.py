@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from data.config import TargetConfig
-from data.target.model import load_target
+from data.targets.model import load_target
 from tests.heads import export_tiny, random_prompts, trained_head
 from tests.tiny import save_tiny_target
 from train.config import CheckConfig

@@ -11,7 +11,8 @@ import pytest
 
 from data.files import write_json
 from tests.training import ROOT, rows, small_run
-from train.compare import compare, find_runs, read_run
+from train.comparing.runs import find_runs, read_run
+from train.comparing.table import compare
 from train.config import CompareConfig, LossConfig
 from train.fit.loop import fit
 

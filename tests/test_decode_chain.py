@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from data.config import TargetConfig
-from data.target.model import Target, load_target
+from data.targets.model import Target, load_target
 from tests.heads import CheatingHead, random_head, random_prompts, trained_head
 from train.decode import (
     Drafting,

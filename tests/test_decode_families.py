@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from data.config import TargetConfig
-from data.target.model import Target, load_target
+from data.targets.model import Target, load_target
 from tests.decoding import DRAFTINGS
 from tests.heads import CheatingHead, random_head, random_prompts
 from tests.targets import FAMILIES, family_config, wrapped_config

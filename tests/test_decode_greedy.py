@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from data.config import TargetConfig
-from data.target.model import Target, load_target
+from data.targets.model import Target, load_target
 from tests.decoding import DRAFTINGS, path_tokens
 from tests.heads import random_prompts, trained_head
 from train.decode import Drafting, Generation, plain_generate, speculative_generate, stop_ids_of

@@ -12,7 +12,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 import train.decode.verify
 from data.config import TargetConfig
-from data.target.model import Target, load_target
+from data.targets.model import Target, load_target
 from tests.decoding import DRAFTINGS
 from tests.heads import random_prompts, trained_head
 from tests.tiny import save_tiny_target, tiny_llama_config

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from data.config import TargetConfig
-from data.target.model import Target, load_target
+from data.targets.model import Target, load_target
 from tests.decoding import DRAFTINGS, path_tokens
 from tests.heads import random_head, random_prompts
 from tests.targets import FAMILIES, family_config, wrapped_config

@@ -15,7 +15,7 @@ from data.replies.endpoint import APART, OTHER_PROMPT, TOO_LONG
 from data.replies.origin import origin_path
 from data.replies.regenerate import regenerate
 from data.replies.rules import LONG, NOT_REPRODUCED
-from data.target.model import load_target
+from data.targets.model import load_target
 from tests.server import Behaviour, serving
 from tests.talkative import save_talkative_target
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from data.config import TargetConfig
-from data.target.model import load_target
+from data.targets.model import load_target
 from tests.heads import export_tiny, random_prompts, trained_head
 from tests.tiny import save_tiny_target, tiny_llama_config
 from train.config import HeldoutConfig, TokenMapConfig

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from data.chats.prompts import prompt_ids
 from data.config import TargetConfig
-from data.target.model import load_target
+from data.targets.model import load_target
 from tests.runs import save_tiny_run
 from tests.tiny import save_tiny_target, tiny_llama_config
 from train.config import CheckConfig, ExportConfig

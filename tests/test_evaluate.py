@@ -8,7 +8,7 @@ import torch
 
 from data.chats.prompts import prompt_ids
 from data.config import TargetConfig
-from data.target.model import Target, load_target
+from data.targets.model import Target, load_target
 from tests.evaluations import NEW, RECORDS, evaluation, ids_of
 from tests.heads import export_tiny, random_head
 from tests.tiny import save_tiny_target, tiny_llama_config

@@ -8,9 +8,9 @@ from torch.testing import assert_close
 from transformers import AutoConfig
 
 from data.config import TargetConfig
-from data.target.families import FAMILIES as KNOWN_FAMILIES
-from data.target.model import Target, check_output_head, load_config
-from data.target.vllm_features import final_norm
+from data.targets.families import FAMILIES as KNOWN_FAMILIES
+from data.targets.model import Target, check_output_head, load_config
+from data.targets.vllm_features import final_norm
 from tests.targets import (
     FAMILIES,
     assert_same_head,

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from data.files import write_json
-from data.target.families import FAMILIES
-from data.target.vllm_environment import vllm_environment
+from data.targets.families import FAMILIES
+from data.targets.vllm_environment import vllm_environment
 from tests.runs import save_tiny_run
 from tests.targets import load, randomise_norms
 from tests.test_target_vllm import engine_config, needs_vllm

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from data.config import TargetConfig
-from data.target.model import fingerprint, fingerprint_differences
+from data.targets.model import fingerprint, fingerprint_differences
 from tests.gguf_files import save_gguf
 
 COMPRESSED = {

@@ -7,7 +7,7 @@ from transformers import Gemma2Config, GenerationConfig, MistralConfig
 from data.chats.prompts import prompt_ids
 from data.config import TargetConfig
 from data.replies.generation import Request, generate, sample, stop_ids
-from data.target.model import load_target
+from data.targets.model import load_target
 from tests.talkative import save_talkative_target
 from tests.tiny import save_tiny_target, tiny_chats, tiny_llama_config
 

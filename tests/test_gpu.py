@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from data.config import TargetConfig
-from data.target.model import TargetHead, check_output_head, load_target
+from data.targets.model import TargetHead, check_output_head, load_target
 from tests.tiny import save_tiny_target, tiny_llama_config
 from tests.training import losses
 from train.config import HeldoutConfig, TrainConfig

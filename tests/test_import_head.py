@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from data.config import TargetConfig
-from data.target.fingerprint import fingerprint
-from data.target.model import read_target_head
+from data.targets.fingerprint import fingerprint
+from data.targets.model import read_target_head
 from tests.runs import save_tiny_run
 from train.config import ExportConfig, HeadConfig, HeldoutConfig, TrainConfig
 from train.fit.checkpoints import find_checkpoint

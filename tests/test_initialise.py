@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from data.batches import pack
 from data.config import TargetConfig
-from data.target.model import load_config, read_target_head
+from data.targets.model import load_config, read_target_head
 from train.config import INPUTS
 from train.fit import initialise
 from train.fit.initialise import RIDGE, regression_init

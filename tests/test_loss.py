@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from data.target.model import TargetHead
+from data.targets.model import TargetHead
 from train.fit.loss import distillation_loss
 
 H, V, N = 16, 50, 37
@@ -143,7 +143,7 @@ def test_the_frozen_output_head_gets_no_gradient():
 MEASURE_MEMORY = """
 import torch
 from data.memory import peak_resident
-from data.target.model import TargetHead
+from data.targets.model import TargetHead
 from train.fit.loss import distillation_loss
 
 weight = torch.randn(32768, 8)

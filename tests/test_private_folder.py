@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.target.private_folder import PrivateFolder
+from data.targets.private_folder import PrivateFolder
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def places(tmp_path, monkeypatch) -> tuple[Path, Path]:
     memory, disk = tmp_path / "memory", tmp_path / "disk"
     memory.mkdir()
     disk.mkdir()
-    monkeypatch.setattr("data.target.private_folder.MEMORY", memory)
+    monkeypatch.setattr("data.targets.private_folder.MEMORY", memory)
     monkeypatch.setattr(tempfile, "tempdir", str(disk))
     return memory, disk
 
@@ -34,7 +34,7 @@ def test_it_goes_with_its_object(places):
 
 
 def test_it_goes_with_a_process_that_fails(places):
-    code = "from data.target.private_folder import *; folder = PrivateFolder(10**18); 1 / 0"
+    code = "from data.targets.private_folder import *; folder = PrivateFolder(10**18); 1 / 0"
     environment = {**os.environ, "TMPDIR": str(places[1])}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
     assert b"ZeroDivisionError" in result.stderr
@@ -46,7 +46,7 @@ def test_what_does_not_fit_into_memory_goes_to_the_disk(places):
 
 
 def test_the_folder_of_a_killed_process_is_removed_by_the_next_and_that_of_a_live_one_kept(places):
-    code = "from data.target.private_folder import *; folder = PrivateFolder(10**18)"
+    code = "from data.targets.private_folder import *; folder = PrivateFolder(10**18)"
     code += "; print(folder.path.name, flush=True); input()"
     environment = {**os.environ, "TMPDIR": str(places[1])}
     killed, alive = (

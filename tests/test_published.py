@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from transformers import AutoConfig
 
 from data.config import TargetConfig
-from data.target.model import read_target_head
+from data.targets.model import read_target_head
 from tests.test_import_head import publish
 from train.config import ExportConfig
 from train.head import DraftHead, draft_config

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from data.cache import calibration
 from data.cache.calibration import storage_costs
 from data.cache.quantise import Cost, channel_scales, dequantise, quantise
-from data.target.model import TargetHead
+from data.targets.model import TargetHead
 
 
 def loud_features(count: int = 300, *, dtype: torch.dtype = torch.float32) -> Tensor:

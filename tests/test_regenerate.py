@@ -21,7 +21,7 @@ from data.replies.log import ReplyLog
 from data.replies.origin import origin_path
 from data.replies.regenerate import regenerate
 from data.replies.rules import LONG, NO_ROOM, Chat, Reply, replies_in
-from data.target.model import load_target, load_tokenizer
+from data.targets.model import load_target, load_tokenizer
 from tests.talkative import save_talkative_target
 from tests.tiny import save_tiny_chats
 

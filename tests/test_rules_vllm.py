@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data.target.vllm_environment import vllm_environment
+from data.targets.vllm_environment import vllm_environment
 from tests.runs import save_tiny_run
 from tests.test_target_vllm import engine_config, needs_vllm
 from tests.test_validate import ATTENTION, MLP, NORM, Break, add, drop, rename

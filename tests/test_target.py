@@ -10,8 +10,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from data.config import TargetConfig
-from data.target.model import Target, check_launch, check_output_head, load_target
-from data.target.vllm_features import load_vllm_target
+from data.targets.model import Target, check_launch, check_output_head, load_target
+from data.targets.vllm_features import load_vllm_target
 from tests.gguf_files import save_gguf
 from tests.targets import assert_same_head, family_config, load, read
 from tests.tiny import save_tiny_target

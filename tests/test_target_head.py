@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from data.cache.reader import FeatureCache
 from data.config import DatasetConfig, DumpConfig, TargetConfig
 from data.dump.run import dump
-from data.target.model import check_output_head, fingerprint_differences
+from data.targets.model import check_output_head, fingerprint_differences
 from tests.gguf_files import save_gguf
 from tests.targets import assert_same_head, load, read
 from tests.tiny import save_tiny_target, tiny_llama_config, tiny_tokenizer

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from data.batches import add_noise, pack
 from data.config import TargetConfig
-from data.target.model import load_config, read_target_head
+from data.targets.model import load_config, read_target_head
 from tests.training import assert_same_run, losses, small_run
 from train.bench.plain import plain_loss
 from train.config import HeadConfig, HeldoutConfig, LossConfig, TrainConfig

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
-from data.target.families import model_class
+from data.targets.families import model_class
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data.config import TargetConfig
-from data.target.model import check_output_head
-from data.target.vllm_features import load_vllm_target
+from data.targets.model import check_output_head
+from data.targets.vllm_features import load_vllm_target
 
 
 def main(path: str, given: str, out: str, tensor_parallel: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data.batches import PackedBatch
 from data.chats.split import stem
-from data.target.model import TargetHead
+from data.targets.model import TargetHead
 from train.fit.unroll import chain_attention, chain_rows, document_of
 from train.head import DraftHead, packed_attention
 

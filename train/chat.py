@@ -10,7 +10,7 @@ import torch
 from data.chats.preview import wants_color
 from data.chats.prompts import prompt_ids
 from data.chats.stretches import printable
-from data.target.model import Target, load_target
+from data.targets.model import Target, load_target
 from train.config import ChatConfig
 from train.decode import (
     Drafting,

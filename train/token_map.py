@@ -20,8 +20,8 @@ from data.cache.reader import FeatureCache
 from data.config import TargetConfig, or_known
 from data.files import atomic_write, write_json, writing
 from data.replies.rules import end_token
-from data.target.checkpoint_files import locate
-from data.target.model import (
+from data.targets.checkpoint_files import locate
+from data.targets.model import (
     TargetHead,
     load_config,
     load_tokenizer,

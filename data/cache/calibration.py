@@ -22,7 +22,7 @@ from data.cache.shards import check_finite, cut_batches, features_of
 from data.chats.tokens import Tokens
 from data.dump.plan import TOKEN_BYTES, Plan, auto_feature_dtype
 from data.files import atomic_write, write_json, writing
-from data.target.model import Target, TargetHead
+from data.targets.model import Target, TargetHead
 
 log = logging.getLogger(__name__)
 

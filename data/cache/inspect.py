@@ -18,7 +18,7 @@ from data.dump.plan import ANEW, readable_size
 from data.files import write_json, writing
 from data.processes import stoppable
 from data.replies.origin import describe_replies
-from data.target.model import fingerprint, fingerprint_differences
+from data.targets.model import fingerprint, fingerprint_differences
 
 log = logging.getLogger(__name__)
 

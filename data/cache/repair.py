@@ -21,7 +21,7 @@ from data.config import DatasetConfig, DumpConfig, TargetConfig, or_known
 from data.dump.plan import ANEW, Plan, remove_leftovers
 from data.dump.run import lock_cache, run_shards
 from data.files import atomic_write, sha256, write_json, writing
-from data.target.model import fingerprint, fingerprint_differences
+from data.targets.model import fingerprint, fingerprint_differences
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from data.cache.reader import Calibration, shard_path, write_shard
 from data.chats.tokens import Tokens
 from data.dump.plan import Plan
 from data.files import writing
-from data.target.model import Target
+from data.targets.model import Target
 
 
 def cut_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:

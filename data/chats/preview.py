@@ -33,7 +33,7 @@ from data.chats.template import control_tokens
 from data.chats.tokens import Tokens
 from data.config import PreviewConfig
 from data.files import atomic_write
-from data.target.families import load_tokenizer
+from data.targets.families import load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from data.dump.plain import plain_dump, read_plain
 from data.dump.plan import Plan, auto_feature_dtype
 from data.dump.run import do_shards, prepare_dump
 from data.files import write_json, writing
-from data.target.model import Target, load_target
+from data.targets.model import Target, load_target
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from data.cache.shards import batches_of, padded
 from data.config import TargetConfig
 from data.dump.plan import read_plan, read_tokens
 from data.dump.run import do_shards
-from data.target.model import load_target
+from data.targets.model import load_target
 
 log = logging.getLogger(__name__)
 

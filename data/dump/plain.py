@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from data.chats.tokens import Tokens
-from data.target.model import Target
+from data.targets.model import Target
 
 
 @torch.no_grad()

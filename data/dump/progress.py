@@ -12,7 +12,7 @@ from tqdm import tqdm
 from data.cache.shards import padded
 from data.chats.tokens import Tokens
 from data.dump.plan import Plan
-from data.target.model import Target
+from data.targets.model import Target
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from data.files import writing
 from data.lock import locked
 from data.processes import barrier, process_state, stoppable
 from data.replies.origin import log_replies
-from data.target.model import (
+from data.targets.model import (
     Target,
     check_launch,
     check_output_head,
@@ -50,7 +50,7 @@ from data.target.model import (
     target_device,
     target_dtype,
 )
-from data.target.vllm_features import load_vllm_target
+from data.targets.vllm_features import load_vllm_target
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from data.config import RegenerateConfig
 from data.replies.log import ReplyLog
 from data.replies.rules import MIN_ROOM, NO_ROOM, Advance, Answer, Chat, end_token, reply_seed
-from data.target.model import Target
+from data.targets.model import Target
 
 POOL = 512  # chats among which prompts of like length are looked for
 BATCH_TOKENS = {"cpu": 8192, "accelerator": 65536}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import read_json, sha256, write_json
-from data.target.fingerprint import fingerprint_differences
+from data.targets.fingerprint import fingerprint_differences
 
 log = logging.getLogger(__name__)
 

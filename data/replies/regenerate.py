@@ -27,7 +27,7 @@ from data.replies.generation import answer_here
 from data.replies.log import ReplyLog
 from data.replies.origin import FORMAT_VERSION, origin_path, read_origin, write_origin
 from data.replies.rules import Chat, Reply, end_token
-from data.target.model import (
+from data.targets.model import (
     fingerprint,
     fingerprint_differences,
     load_config,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from data.batches import PackedBatch
-from data.target.model import TargetHead
+from data.targets.model import TargetHead
 from train.acceptance import ChainCounts
 from train.head import DraftHead
 

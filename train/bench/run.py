@@ -18,7 +18,7 @@ from data.batches import add_noise, pack, prefetch
 from data.cache.reader import FeatureCache
 from data.config import or_known
 from data.memory import peak_resident
-from data.target.model import read_target_head
+from data.targets.model import read_target_head
 from train.bench.estimate import EstimateTimes, time_estimate
 from train.bench.plain import plain_loss
 from train.bench.products import attention, head_products, output_head_products

@@ -7,7 +7,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from data.target.model import Target
+from data.targets.model import Target
 from train.decode.answers import Answer, Generation, uniforms
 from train.decode.clock import Clock
 from train.decode.drafting import Drafting

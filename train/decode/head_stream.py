@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.target.model import TargetHead
+from data.targets.model import TargetHead
 from train.head import DraftHead
 
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from data.target.model import Target
+from data.targets.model import Target
 
 
 def stop_ids_of(target: Target) -> frozenset[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from data.target.model import Target
+from data.targets.model import Target
 from train.decode.tree import Tree, padded
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from data.target.model import Target
+from data.targets.model import Target
 from train.decode.target_stream import TargetStream
 
 

@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 from data.cache.reader import FeatureCache
 from data.dump.plan import readable_size
 from data.files import atomic_folder, read_json, sha256, write_json, writing
-from data.target.fingerprint import fingerprint_differences
+from data.targets.fingerprint import fingerprint_differences
 from train.acceptance import HeldoutEstimate
 from train.config import TrainConfig, flat
 from train.fit.sharding import set_master_weights, set_moments, whole_moments, whole_weights

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from data.batches import pack
 from data.cache.reader import FeatureCache
-from data.target.model import TargetHead
+from data.targets.model import TargetHead
 from train.config import TrainConfig
 from train.head import DraftHead
 from train.serve.import_head import read_head

@@ -17,7 +17,7 @@ from data.cache.reader import FeatureCache
 from data.config import or_known
 from data.lock import locked
 from data.processes import stoppable
-from data.target.model import read_target_head
+from data.targets.model import read_target_head
 from train.acceptance import HeldoutEstimate, chain_acceptance
 from train.config import TrainConfig
 from train.fit.checkpoints import (

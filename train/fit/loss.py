@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.target.model import TargetHead
+from data.targets.model import TargetHead
 
 CPU_CHUNK_ROWS = 512  # products of fewer rows run well below a core's peak
 GPU_CHUNK_ROWS = 2048

@@ -10,8 +10,8 @@ from accelerate.utils import DistributedType
 from data.batches import pack, split_step
 from data.cache.reader import FeatureCache
 from data.config import TargetConfig
-from data.target.fingerprint import fingerprint, fingerprint_differences
-from data.target.model import TargetHead, load_config
+from data.targets.fingerprint import fingerprint, fingerprint_differences
+from data.targets.model import TargetHead, load_config
 from train.acceptance import HeldoutBatch, prepare_batch
 from train.config import TrainConfig
 from train.fit.checkpoints import load_weights, restore

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data.cache.reader import FeatureCache
-from data.target.model import TargetHead
+from data.targets.model import TargetHead
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.chats.prompts import Prompt, prompt_ids
-from data.target.model import Target, check_output_head
+from data.targets.model import Target, check_output_head
 from train.acceptance import ChainCounts
 from train.decode import (
     Drafting,

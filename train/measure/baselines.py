@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data.config import TargetConfig
-from data.target.model import Target, load_target
+from data.targets.model import Target, load_target
 from train.config import EvaluateConfig
 
 log = logging.getLogger(__name__)

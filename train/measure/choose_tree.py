@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from data.chats.prompts import Prompt, prompt_ids
-from data.target.model import Target
+from data.targets.model import Target
 from train.config import EvaluateConfig
 from train.decode import Drafting, Sampling, best_shape, plain_generate, stop_ids_of
 from train.head import DraftHead

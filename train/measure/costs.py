@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from data.target.model import Target
+from data.targets.model import Target
 from train.head import DraftHead
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # tokens of one forward, of all sequences together

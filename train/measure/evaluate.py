@@ -14,7 +14,7 @@ import torch
 from data.chats.prompt_sets import Prompt, prompt_files, read_prompt_sets
 from data.files import sha256
 from data.lock import locked
-from data.target.model import Target, fingerprint_differences, load_target
+from data.targets.model import Target, fingerprint_differences, load_target
 from train.config import EvaluateConfig
 from train.decode import Drafting, Sampling, as_served, stop_ids_of
 from train.head import DraftHead

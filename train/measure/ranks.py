@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data.target.model import Target
+from data.targets.model import Target
 from train.head import DraftHead
 
 LOGIT_ELEMENTS = 2**25  # of one output head product: 128 MB in float32

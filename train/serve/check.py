@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.files import write_json
-from data.target.model import load_target
+from data.targets.model import load_target
 from train.config import CheckConfig
 from train.decode import Drafting, as_served, speculative_generate, stop_ids_of
 from train.head import DraftHead

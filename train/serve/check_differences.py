@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from data.config import TargetConfig
-from data.target.model import load_target
+from data.targets.model import load_target
 from train.decode import recheck
 from train.serve.check_prompts import PromptSet
 from train.serve.check_report import first_difference

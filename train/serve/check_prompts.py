@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 
 from data.chats.prompts import Prompt, prompt_ids, read_prompt_sets
-from data.target.model import load_config, load_tokenizer
+from data.targets.model import load_config, load_tokenizer
 from train.config import CheckConfig
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from data.files import read_json, write_json
-from data.target.model import Target, load_target
+from data.targets.model import Target, load_target
 from train.config import CheckConfig
 from train.decode import Drafting, as_served, plain_generate, speculative_generate, stop_ids_of
 from train.decode.generate import Generation

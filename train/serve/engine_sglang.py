@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from data.config import TargetConfig
 from data.files import read_json, write_json
 from data.lock import locked
-from data.target.checkpoint_files import locate
-from data.target.families import load_config, target_dtype
+from data.targets.checkpoint_files import locate
+from data.targets.families import load_config, target_dtype
 from train.decode import Drafting
 from train.head import DraftHead, draft_config
 

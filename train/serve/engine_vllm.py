@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import read_json, write_json
-from data.target.vllm_environment import require_vllm, vllm_environment
+from data.targets.vllm_environment import require_vllm, vllm_environment
 
 log = logging.getLogger(__name__)
 

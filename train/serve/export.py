@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from data.config import TargetConfig, or_known
 from data.files import atomic_folder, read_json, sha256, write_json
-from data.target.model import (
+from data.targets.model import (
     fingerprint,
     fingerprint_differences,
     load_config,

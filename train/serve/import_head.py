@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from data.config import TargetConfig
-from data.target.model import fingerprint, fingerprint_differences, read_target_head
+from data.targets.model import fingerprint, fingerprint_differences, read_target_head
 from train.fit.checkpoints import RECORD, find_checkpoint, load_head
 from train.head import DraftHead
 from train.serve.folder import HeadFolder, head_folder, read_folder

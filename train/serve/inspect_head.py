@@ -8,7 +8,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from data.files import atomic_folder, sha256, write_json
-from data.target.model import fingerprint_differences, load_target
+from data.targets.model import fingerprint_differences, load_target
 from train.config import CheckConfig
 from train.serve.case import Hit
 from train.serve.engine_config import ENGINE_NAMES, dtype_name

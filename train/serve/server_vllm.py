@@ -19,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data.target.vllm_environment import vllm_environment
+from data.targets.vllm_environment import vllm_environment
 from train.acceptance import ChainCounts
 from train.serve.check_differences import differences
 from train.serve.check_prompts import PromptSet

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from data.config import TargetConfig
-from data.target.model import fingerprint, load_config, read_target_head
+from data.targets.model import fingerprint, load_config, read_target_head
 from train.head import draft_config
 
 

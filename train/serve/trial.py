@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from data.chats.prompts import prompt_ids
-from data.target.model import Target
+from data.targets.model import Target
 from train.decode import plain_generate
 from train.head import DraftHead
 from train.serve.case import Hit

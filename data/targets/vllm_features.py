@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from data.config import TargetConfig
-from data.target.checkpoint_files import locate, open_checkpoint
-from data.target.families import NORMS, load_config, load_tokenizer, model_class, target_dtype
-from data.target.fingerprint import fingerprint
-from data.target.head import read_target_head
-from data.target.model import Target
-from data.target.private_folder import PrivateFolder
-from data.target.vllm_environment import missing_openmp, require_vllm, vllm_environment
+from data.targets.checkpoint_files import locate, open_checkpoint
+from data.targets.families import NORMS, load_config, load_tokenizer, model_class, target_dtype
+from data.targets.fingerprint import fingerprint
+from data.targets.head import read_target_head
+from data.targets.model import Target
+from data.targets.private_folder import PrivateFolder
+from data.targets.vllm_environment import missing_openmp, require_vllm, vllm_environment
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def load_vllm_target(config: TargetConfig, *, max_length: int, batch_tokens: int
     vllm: Any = importlib.import_module("vllm")
     ours = {
         "kv_connector": "CpuHiddenStatesConnector",
-        "kv_connector_module_path": "data.target.hidden_connector",
+        "kv_connector_module_path": "data.targets.hidden_connector",
     }
     layers = {"eagle_aux_hidden_state_layer_ids": [loaded.get_text_config().num_hidden_layers]}
     try:

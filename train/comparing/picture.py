@@ -1,21 +1,20 @@
 """The picture of runs side by side: both losses and τ over the steps, τ over time."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:  # it imports this file
-    from train.compare import Curves
+from train.comparing.runs import Curves
 
 INK, SOFT, GRID = "#22272e", "#9aa4b2", "#e4e8ee"
 SMOOTHED = 50  # points that a loss curve keeps about: means over neighbours
 
 
-def draw(labels: list[str], runs: "list[Curves]", path: Path) -> None:
+def draw(labels: list[str], runs: list[Curves], path: Path) -> None:
     """Four panels with one line for each run, the best run first in the legend."""
     figure = Figure(figsize=(10, 7.2 + 0.2 * len(runs)), layout="constrained", facecolor="white")
     (smooth_l1, cross_entropy), (by_step, by_time) = figure.subplots(2, 2)

@@ -11,10 +11,10 @@ from torch import Tensor
 from data.config import TargetConfig
 from data.memory import keep_freed_pages
 from data.processes import process_state
-from data.target.checkpoint_files import explained, locate
-from data.target.families import load_config, load_tokenizer, model_class, target_dtype
-from data.target.fingerprint import fingerprint, fingerprint_differences
-from data.target.head import TargetHead, head_of, read_target_head
+from data.targets.checkpoint_files import explained, locate
+from data.targets.families import load_config, load_tokenizer, model_class, target_dtype
+from data.targets.fingerprint import fingerprint, fingerprint_differences
+from data.targets.head import TargetHead, head_of, read_target_head
 
 __all__ = [
     "Target",
@@ -194,7 +194,7 @@ def check_output_head(target: Target, input_ids: Tensor) -> None:
 
 _HINT = (
     "A head trained on such features would be useless. The family may do something to its logits "
-    "or features that data/target/families.py does not know, or it is quantised or wrapped."
+    "or features that data/targets/families.py does not know, or it is quantised or wrapped."
 )
 
 

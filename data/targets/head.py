@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.config import TargetConfig
-from data.target.checkpoint_files import Checkpoint, open_checkpoint
-from data.target.families import (
+from data.targets.checkpoint_files import Checkpoint, open_checkpoint
+from data.targets.families import (
     BIASES,
     EMBEDDINGS,
     OUTPUTS,

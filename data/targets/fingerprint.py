@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from data.config import TargetConfig
-from data.target.checkpoint_files import Checkpoint, open_checkpoint
-from data.target.families import EMBEDDINGS, NORMS, OUTPUTS, load_config, load_tokenizer
+from data.targets.checkpoint_files import Checkpoint, open_checkpoint
+from data.targets.families import EMBEDDINGS, NORMS, OUTPUTS, load_config, load_tokenizer
 
 PLACE = ("path", "revision")
 WIDTHS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp4": 4}  # methods whose config does not say

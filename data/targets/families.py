@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from data.config import TargetConfig
-from data.target.checkpoint_files import explained, locate
+from data.targets.checkpoint_files import explained, locate
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -95,7 +95,7 @@ def load_config(config: TargetConfig) -> PretrainedConfig:
             f"{config.path} is a {loaded.model_type} model, whose output head has not been tested "
             f"here. Tested families: {', '.join(sorted(FAMILIES))}; text part of "
             f"{', '.join(WRAPPERS)}. To add one: a line in FAMILIES "
-            "(data/target/families.py) with the scale and soft cap of its logits, and a line in "
+            "(data/targets/families.py) with the scale and soft cap of its logits, and a line in "
             "tests/test_target.py, whose test holds features and head against the model's own "
             "logits."
         )

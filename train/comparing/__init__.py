@@ -1,0 +1,1 @@
+"""Runs side by side: a table and a picture."""
