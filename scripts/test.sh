@@ -32,4 +32,4 @@ ruff format --check .
 mypy
 # One thread a process: the suite's models are tiny, and some tests start two processes.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec pytest -n "${WORKERS:-2}" -m "$selected" "$@"
+exec pytest -n "${WORKERS:-2}" --dist loadgroup -m "$selected" "$@"
