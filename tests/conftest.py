@@ -66,6 +66,7 @@ def head_path(tmp_path_factory, target_path) -> Path:
     return save_head(tmp_path_factory.mktemp("head"), target_path)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items) -> None:
     """Engines take long to start: one process has all tests that share what an engine did."""
     for item in items:
