@@ -14,9 +14,9 @@ def push(folder: Path, name: str, *, private: bool) -> str:
     Returns its address. Raises RuntimeError that says what to do without a token, without the
     right to write there, and without a connection.
     """
-    import httpx
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HTTPError as HttpError  # of the client that it uses
     from huggingface_hub.utils import get_token
 
     if get_token() is None:
@@ -33,7 +33,7 @@ def push(folder: Path, name: str, *, private: bool) -> str:
             ignore_patterns=LEFT_HERE,
             commit_message="Export of an EAGLE draft head",
         )
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, httpx.HTTPError) as error:
+    except (HttpError, HFValidationError, OfflineModeIsEnabled) as error:
         raise RuntimeError(
             f"push_to_hub={name} failed: {error}\nCheck the name (ORG/NAME), the token's right to "
             f"write there, and the connection. The export itself is whole, in {folder}."
