@@ -112,3 +112,17 @@ def _fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def free_space(folder: Path) -> tuple[int, Path]:
+    """Free bytes where a folder is or will be, and the nearest folder that is there already."""
+    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    return shutil.disk_usage(existing).free, existing
+
+
+def readable_size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.1f} GB"

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from data.cache.reader import FeatureCache
 from data.cache.shards import cut_batches
 from data.config import DatasetConfig, TargetConfig
-from data.dump.plan import cut_shards, readable_size
+from data.dump.plan import cut_shards
 from data.dump.run import dump
+from data.files import readable_size
 from tests.kill_dump import contents, small_dump
 from tests.tiny import save_tiny_target, tiny_chats, tiny_llama_config
 

@@ -14,8 +14,8 @@ from data.cache.reader import REPAIR
 from data.cache.repair import dump_command, repair
 from data.cache.verify import Findings, verify
 from data.config import InspectConfig, TargetConfig
-from data.dump.plan import ANEW, readable_size
-from data.files import write_json, writing
+from data.dump.plan import ANEW
+from data.files import readable_size, write_json, writing
 from data.processes import stoppable
 from data.replies.origin import describe_replies
 from data.targets.model import fingerprint, fingerprint_differences

@@ -6,7 +6,6 @@ It depends on the chats, the target and the settings alone, never on the number 
 import hashlib
 import importlib.metadata
 import logging
-import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from data.chats.statistics import measure, pieces, summary
 from data.chats.template import control_tokens
 from data.chats.tokens import Tokens, load_tokens, save_tokens, tokenise
 from data.config import DatasetConfig, DumpConfig
-from data.files import json_bytes, read_json, sha256, write_json, writing
+from data.files import free_space, json_bytes, read_json, readable_size, sha256, write_json, writing
 from data.replies.origin import replies_of
 
 log = logging.getLogger(__name__)
@@ -272,8 +271,7 @@ def check_same(out: Path, differences: list[str]) -> None:
 
 def check_space(out: Path, plan: Plan, *, done: int) -> None:
     """Print the size of the cache, and refuse what cannot fit. `done`: bytes already written."""
-    existing = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
-    free = shutil.disk_usage(existing).free
+    free, existing = free_space(out)
     missing = max(plan.num_bytes - done, 0)
     log.info(
         "disk: %s tokens x (%d x %s + %d) bytes = %s, %s still to write, %s free",
@@ -298,11 +296,3 @@ def check_space(out: Path, plan: Plan, *, done: int) -> None:
             f"Use fewer conversations (dataset.limit={fitting} would fit), a shorter max_length "
             f"(now {plan.settings['max_length']}), {half}or out=FOLDER on another disk."
         )
-
-
-def readable_size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 999.5:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.1f} GB"

@@ -23,8 +23,15 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from data.cache.reader import FeatureCache
-from data.dump.plan import readable_size
-from data.files import atomic_folder, read_json, sha256, write_json, writing
+from data.files import (
+    atomic_folder,
+    free_space,
+    read_json,
+    readable_size,
+    sha256,
+    write_json,
+    writing,
+)
 from data.targets.fingerprint import fingerprint_differences
 from train.acceptance import HeldoutEstimate
 from train.config import TrainConfig, flat
@@ -112,8 +119,7 @@ def check_space(run: Path, head: DraftHead, *, keep: int) -> None:
     goes, and the best one stays besides the newest.
     """
     size = 3 * sum(p.numel() * 4 for p in head.parameters())
-    existing = next(p for p in (run.absolute(), *run.absolute().parents) if p.exists())
-    free = shutil.disk_usage(existing).free
+    free, existing = free_space(run)
     log.info(
         "checkpoints: %d x %s at most in %s/steps, and one more while it is written; %s free",
         keep + 1,
