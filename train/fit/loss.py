@@ -115,7 +115,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             gradient[start : start + chunk] = logits.to(target_head.weight.dtype) @ (
                 target_head.weight
             )
-        ctx.save_for_backward(gradient.mul_(target_head.logit_scale))
+        # One weight for the whole of it waits until here, where there are H columns and not V.
+        weight = 1.0 if weights.top_k else weights.cross_entropy
+        ctx.save_for_backward(gradient.mul_(target_head.logit_scale * weight))
         ctx.mark_non_differentiable(cross_entropy, agreed)
         return weighted, cross_entropy, agreed
 
@@ -138,8 +140,8 @@ def _cross_entropy_(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of some rows: the weighted sum, the sum of cross-entropies, how many agree in their argmax.
 
-    `z` becomes the weighted sum's gradient with respect to the logits before the soft cap;
-    `target` is used up.
+    `z` becomes the gradient with respect to the logits before the soft cap: of the weighted sum
+    if there is a top-K term, else of the sum of cross-entropies. `target` is used up.
 
     z, target: [R, V] float32 logits of the head and of the target
     """
@@ -156,7 +158,6 @@ def _cross_entropy_(
             z.copy_(gradient)
         else:
             total, agreed = _in_place(z, target)
-        z.mul_(weights.cross_entropy)
         weighted = weights.cross_entropy * total
     if slope is not None:
         z.mul_(slope)
