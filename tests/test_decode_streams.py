@@ -274,18 +274,13 @@ def test_the_heads_cache_keeps_real_pairs_only(target, head):
         starts = [0, 0]
         for counts in pieces:
             width = max(counts)
-            spans = [slice(s, s + width) for s in starts]
-            features = torch.stack(
-                [
-                    torch.nn.functional.pad(t.features, (0, 0, 0, 9))[span]
-                    for t, span in zip(texts, spans, strict=True)
-                ]
-            )
-            tokens = torch.stack(
-                [
-                    torch.nn.functional.pad(t.tokens[1:], (0, 9))[span]
-                    for t, span in zip(texts, spans, strict=True)
-                ]
+            # Behind the end of a text stands its last pair again, as padding.
+            rows = [torch.arange(start, start + width) for start in starts]
+            features, tokens = (
+                torch.stack(
+                    [part[r.clamp(max=len(part) - 1)] for part, r in zip(parts, rows, strict=True)]
+                )
+                for parts in ([t.features for t in texts], [t.tokens[1:] for t in texts])
             )
             hidden = stream.extend(features, tokens, counts)
             draft_tree(DRAFTINGS["dynamic"], Sampling(), stream, hidden, tokens[:, 0], [])
